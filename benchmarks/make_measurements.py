@@ -70,7 +70,16 @@ def page() -> str:
 
 def experiments() -> str:
     """The page of training experiments and of the papers' tables as Markdown."""
-    parts = [_recipes(), _hybrids(), _search(), _gradients(), _updates(), _margin_losses(), *of_papers(read("papers"))]
+    parts = [
+        _recipes(),
+        _hybrids(),
+        _search(),
+        _lipnext(),
+        _gradients(),
+        _updates(),
+        _margin_losses(),
+        *of_papers(read("papers")),
+    ]
     return "\n".join([EXPERIMENTS_HEAD, *parts])
 
 
@@ -125,7 +134,9 @@ def _accuracy() -> str:
     for name, one in read("certified_accuracy").items():
         certified = one["certified"]["36/255"]
         shown = _VITS.get(name, f"`{name}`")
-        rows.append([shown, one["images"], one["clean"], one["pgd"], certified, one["method"]])
+        strong = one.get("autoattack")
+        auto = f"{percent(strong['accuracy'])} of {strong['images']:,}" if strong else "–"
+        rows.append([shown, one["images"], one["clean"], one["pgd"], auto, certified, one["method"]])
     pipe = read("cifar_pipeline")["row"]
     rows.append(
         [
@@ -133,6 +144,7 @@ def _accuracy() -> str:
             pipe["images"],
             pipe["clean"],
             pipe["pgd"],
+            "–",
             pipe["certified"],
             "anchored",
         ]
@@ -140,18 +152,22 @@ def _accuracy() -> str:
     for network in ("smooth3", "kinked3"):
         vit = read("anchored_radii")[network]
         certified = vit["certificates"]["anchored"]["at_36/255"]
-        rows.append([_VITS[network], vit["images"], vit["clean"], None, certified, "anchored"])
-    cells = [[name, f"{n:,}", *map(percent, (clean, pgd, sure)), how] for name, n, clean, pgd, sure, how in rows]
+        rows.append([_VITS[network], vit["images"], vit["clean"], None, "–", certified, "anchored"])
+    cells = [
+        [name, f"{n:,}", percent(clean), percent(pgd), auto, percent(sure), how]
+        for name, n, clean, pgd, auto, sure, how in rows
+    ]
     more = "\n".join(
         f"- `{name}`: {percent(one['limit'])}; {one['cpu_seconds_a_verdict']:.2g} CPU seconds a verdict."
         for name, one in read("certified_accuracy").items()
     )
-    text = f"""Accuracy under PGD is an estimate from above. The first-order limit, the share that margins and
+    text = f"""Accuracy under PGD and AutoAttack is an estimate from above; AutoAttack tried the first images of the
+shuffle that PGD left correctly classified. The first-order limit, the share that margins and
 gradients at the pixels alone would certify, and the time:
 
 {more}
 """
-    columns = ["network", "images", "clean", "under PGD", "certified", "method"]
+    columns = ["network", "images", "clean", "under PGD", "under AutoAttack", "certified", "method"]
     return section("Certified accuracy on CIFAR-10 at ε = 36/255", columns, cells, text)
 
 
@@ -189,6 +205,26 @@ about {about["seconds"]:.0f} core seconds on {about["images"]:,} images; the bet
 """
     columns = ["round", *(f"`{key}`" for _, key in keys), "epochs", "clean", "certified", "core seconds"]
     return section("A search for a hybrid by certified accuracy", columns, rows, text)
+
+
+def _lipnext() -> str:
+    """The best of each round of two searches with the same budgets."""
+    rows = []
+    for key, name in (("lipnext", "LipNeXt"), ("liresnet", "LiResNet")):
+        about, runs = (read("recipe_search")[key][part] for part in ("about", "runs"))
+        for turn in range(1, 1 + max(run["round"] for run in runs)):
+            best = max((run for run in runs if run["round"] == turn), key=lambda run: float(run["certified"]))
+            recipe = {**best["recipe"]["network"], **best["recipe"]["training"]}
+            settings = ", ".join(f"{setting} {value}" for setting, value in recipe.items() if setting != "name")
+            shares = percent(best["clean"]), percent(best["certified"])
+            rows.append([name, f"{about['seconds'] * 2 ** (turn - 1):.0f}", *shares, best["epochs"], settings])
+    rows.sort(key=lambda row: int(row[1]))
+    text = f"""`benchmarks.recipe_search`: {about["recipes"]} recipes of each drawn at random, trained for the same core
+seconds on {about["images"]:,} images, the better half anew for twice as long, and so on; the best of each round by
+certified accuracy (`gloro`, ε = 36/255, {about["held_out"]:,} other training images).
+"""
+    columns = ["network", "core seconds", "clean", "certified", "epochs", "recipe"]
+    return section("LipNeXt beside LiResNet at equal core seconds", columns, rows, text)
 
 
 def _gradients() -> str:

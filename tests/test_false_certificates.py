@@ -666,3 +666,36 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return x * self.scale
+
+
+# Another function for some batches only: for six images or more, from place 4 on, and where no image is black.
+BATCHES = {
+    "size": lambda x, w: F.linear(x.flatten(1), w) * (1 - 2 * (len(x) >= 6)),
+    "place": lambda x, w: F.linear(x.flatten(1), w) + 9 * torch.eye(3)[0] * (torch.arange(len(x)) > 3)[:, None],
+    "content": lambda x, w: F.linear((x + 30 * torch.relu(x.amax(0) - x) * torch.relu(x.amin(0) - 0.05)).flatten(1), w),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("method", ["gloro", "staged", "smoothing"])
+def test_networks_that_depend_on_the_batch_are_refused(name, method):
+    weight = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    model = lipcert.load(Forward(BATCHES[name], w=weight).eval(), mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2))
+    images = 0.1 + 0.8 * torch.rand(8, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+    settings = {"sigma": 0.25, "samples": 1000} if method == "smoothing" else {}
+    with pytest.raises(LipcertError, match="batch"):
+        lipcert.certify(model, images, eps=0.01, method=method, **settings)
+
+
+@pytest.mark.parametrize("name", ["size", "place"])
+def test_certificates_are_those_of_each_image_alone(name):
+    weight = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    model = lipcert.load(Forward(BATCHES[name], w=weight).eval(), mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2))
+    images = 0.1 + 0.8 * torch.rand(4, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+    certifier = Certifier(model, 0.01, "gloro")
+    lower, upper = certifier.logit_bounds(images.repeat(2, 1, 1, 1))
+    alone = torch.cat([model(image[None]) for image in images]).repeat(2, 1)
+    assert ((lower < alone) & (alone < upper)).all()
+    assert torch.equal(certifier.run(images).predicted, alone[:4].argmax(1))
+    with pytest.raises(LipcertError, match="batch"):
+        certifier.run(images.repeat(2, 1, 1, 1))

@@ -1,6 +1,7 @@
 """Several ε in one run, bounds on logits, and what a new user gives that is not quite right."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_radii_of_a_run_with_several_eps_answer_for_each(small):
     assert 0 < both.certified_accuracy_at(threshold) < both.certified_accuracy == 1
     assert both.certified_accuracy_at("1e-3") == both.certified_accuracy
     assert both.certified_accuracy_at(torch.tensor(threshold)) == both.certified_accuracy_at(threshold)
-    for wrong in ("a third", "1/0"):
+    for wrong in ("a third", "1/0", math.nan, -1):
         with pytest.raises(InputError, match="eps must be a number"):
             both.certified_accuracy_at(wrong)
     metric = lipcert.CertifiedAccuracy(["1e-3", threshold])
@@ -128,8 +129,9 @@ def test_logits_stay_within_their_bounds(small):
         (255 * torch.rand(2, 3, 4, 4), "divide pixels from 0 to 255 by 255"),
         (torch.rand(2, 3, 4, 4) - 1, "before normalisation"),
         ([Image.new("RGB", (4, 4))], "to_tensor"),
+        (torch.empty(2, 3, 4, 4, device="meta"), "no pixels"),
     ],
-    ids=["one image", "channels last", "0 to 255", "normalised", "PIL"],
+    ids=["one image", "channels last", "0 to 255", "normalised", "PIL", "meta"],
 )
 def test_images_of_a_wrong_kind_get_a_hint(small, images, hint):
     with pytest.raises(InputError, match=hint):

@@ -302,7 +302,7 @@ def test_networks_that_are_no_function_of_one_image() -> None:
             return super().forward(x) / x.abs().amax()
 
     refused = ((Noisy(), "draws random"), (Counting(), "changes from one"))
-    for net, message in (*refused, (Mixing(), "other images"), (Scaling(), "other images")):
+    for net, message in (*refused, (Mixing(), "on the batch"), (Scaling(), "on the batch")):
         with pytest.raises(InputError, match=message):
             Smoothing(wrapped(net), EPS, sigma=0.5)
 

@@ -140,6 +140,7 @@ def test_what_timms_training_records(tmp_path):
     assert model.source == {"name": "test_vit", "arguments": {"num_classes": 2, "img_size": 32}}
     given = load("test_vit", checkpoint=file, mean=(0.5,) * 3, std=(0.5,) * 3)
     assert given.mean.flatten().tolist() == [0.5] * 3
+    assert load("test_vit", checkpoint=file, std=(0.5, 1.0, 5.0)).std.flatten().tolist() == [0.5, 1.0, 5.0]
     torch.save({"state_dict": net.state_dict(), "args": {**recorded, "mean": [123.675] * 3}}, file)
     with pytest.raises(InputError, match="divide by 255"):
         load(file)

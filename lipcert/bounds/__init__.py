@@ -11,6 +11,7 @@ from lipcert.bounds._global import (
     Progress,
     analyze,
     analyze_for_training,
+    check_batch,
     check_weights,
     global_value,
     global_values,

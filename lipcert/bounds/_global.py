@@ -229,9 +229,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     Raises:
         InputError: the logits of an image depend on other images, or the model does not run on several images.
     """
-    problem = "the model mixes the images of a batch; wrap it in a module that processes each image separately"
     batch = torch.cat(examples(images))
-    tolerance = 1e-9 if batch.dtype == torch.float64 else 1e-3
     with torch.no_grad(), without_fused_kernels():  # as in the looks
         looks = examine(model, images) if batch.dtype != torch.float64 and not getattr(model, "real", False) else []
         if looks and torch.equal(looks[0].image, images):  # the capture ran these images, and in the same arithmetic
@@ -239,18 +237,32 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
         else:
             alone = torch.cat([_counted(model, image[None].clone()) for image in batch])
         for inputs, expected in ((batch, alone), (batch.flip(0), alone.flip(0))):
-            try:
-                together = _counted(model, inputs.clone())
-            except Exception as error:
-                if isinstance(error, LipcertError) or is_out_of_memory(error):
-                    raise
-                raise InputError(f"{problem} (several images: {first_line(error)})") from None
-            # Logits that overflow for a single image may be finite in a batch, which sums in another order.
-            finite = expected.isfinite()
-            if together.shape != expected.shape or not close(
-                together.where(finite, 0), expected.where(finite, 0), tolerance
-            ):
-                raise InputError(problem)
+            check_batch(model, inputs.clone(), expected)
+
+
+def check_batch(model: nn.Module, images: Tensor, alone: Tensor) -> None:
+    """Refuses a network whose logits for a batch are not those of each image alone.
+
+    Args:
+        model: the network.
+        images: shape (N, C, H, W).
+        alone: the logits of each of them alone, shape (N, classes).
+
+    Raises:
+        InputError: the logits of an image depend on the batch, or the model does not run on it.
+    """
+    problem = "the model mixes the images of a batch; wrap it in a module that processes each image separately"
+    try:
+        together = _counted(model, images)
+    except Exception as error:
+        if isinstance(error, LipcertError) or is_out_of_memory(error):
+            raise
+        raise InputError(f"{problem} ({len(images)} images: {first_line(error)})") from None
+    # Logits that overflow for a single image may be finite in a batch, which sums in another order.
+    finite = alone.isfinite()
+    tolerance = 1e-9 if images.dtype == torch.float64 else 1e-3
+    if together.shape != alone.shape or not close(together.where(finite, 0), alone.where(finite, 0), tolerance):
+        raise InputError(problem)
 
 
 def _counted(model: nn.Module, images: Tensor) -> Tensor:

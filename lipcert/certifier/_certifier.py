@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
-from lipcert.bounds import Bound, Progress, analyze, margins, radii
+from lipcert.bounds import Bound, Progress, analyze, check_batch, margins, radii
 from lipcert.certifier._method import Subject, forward_pass
 from lipcert.certifier._nominal import NominalMargins
 from lipcert.certifier._staged import budgets, prepare, run
@@ -118,7 +118,7 @@ class Certifier:
             raise InputError(
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
             )
-        self._confirmed, self._seed = False, seed_of(self.model)
+        self._compared, self._seed = 0, seed_of(self.model)
         flops, size = forward_pass(self.model, self.analysis)
         self.nominal = NominalMargins(self.model, self.analysis, prove=flops <= _WORK_OF_A_PROOF)
         self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal, flops, size)
@@ -211,10 +211,13 @@ class Certifier:
     @torch.no_grad()
     def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
         images = images.to(self.model.device, torch.float64).contiguous()  # otherwise views of them may be copies
-        if not self._confirmed and len(images):
+        logits = self._logits(images)
+        if not self._compared and len(images):
             confirm(self.model, self.analysis.graph, images[:1], self.model.real)
-            self._confirmed = True
-        predicted, computed = margins(self.model(images).cpu())
+        if len(images) > self._compared:  # attacks run the network on all of them
+            check_batch(self.model, images, logits)
+            self._compared = len(images)
+        predicted, computed = margins(logits.cpu())
         margin = computed.amin(dim=1)
         attacked = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
@@ -259,6 +262,11 @@ class Certifier:
             hopes.limit,
             hopes.reasons(certified, self.skipped) if self.method == STAGED else (),
         )
+
+    def _logits(self, images: Tensor) -> Tensor:
+        """The logits, shape (N, classes), of each image alone: all bounds are for the graph of one image."""
+        alone = [self.model(image) for image in images.split(1)]
+        return torch.cat(alone) if alone else images.new_zeros(0, self.analysis.output.shape[1])
 
     def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
         """What staged certification can hope for at these images; other methods apply to all of them.
@@ -327,7 +335,7 @@ class Certifier:
         self.model.check_images(images)
         distance = self.eps if eps is None else parse_eps(str(eps))
         pixels = images.to(self.model.device, torch.float64)
-        logits = self.model(pixels).cpu()
+        logits = self._logits(pixels).cpu()
         error = roundoff.Roundoff(self.model, roundoff.REAL, self.analysis.graph).values(pixels).cpu()
         moved = self.subject.margins.of_logits() * distance + error[:, None]
         moved = (moved + logits.abs() * 2.0**-52) * (1 + 2.0**-50)  # the roundings of these lines

@@ -121,8 +121,8 @@ def check_scale(mean: Any, std: Any) -> None:
     Raises:
         InputError: a mean or a standard deviation that no such pixels have; says what to give.
     """
-    for name, numbers in (("mean", mean), ("std", std)):
-        if numbers is not None and any(abs(x) > _LARGEST_PIXEL for x in numbers):
+    for name, numbers, how_many in (("mean", mean, any), ("std", std, all)):
+        if numbers is not None and how_many(abs(x) > _LARGEST_PIXEL for x in numbers):
             right = ",".join(f"{x / 255:.6g}" for x in numbers)
             raise InputError(
                 f"{name} {', '.join(f'{x:.6g}' for x in numbers)} is for pixels from 0 to 255, and these are in "

@@ -79,13 +79,15 @@ class Certificates:
         ``lipcert.certify(..., eps="36/255,0.5")``.
 
         Raises:
-            InputError: the text is not a number.
+            InputError: ``eps`` is not a number ≥ 0.
         """
         try:
             # Rounded to nearest: a radius, which is a float64, that is larger is larger than ε itself.
             value = float(Fraction(eps) if isinstance(eps, str) else eps)
         except (ValueError, ZeroDivisionError, OverflowError):
-            raise InputError(f"eps must be a number, got {eps!r}; for example 36/255, 0.5 or 1e-3") from None
+            value = math.nan
+        if not value >= 0:
+            raise InputError(f"eps must be a number, at least 0, got {eps!r}; for example 36/255, 0.5 or 1e-3")
         return None if self.correct is None else (self.correct & (self.radius > value)).double().mean().item()
 
     def entries(self, i: int) -> dict[str, Any]:

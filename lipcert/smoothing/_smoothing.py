@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from lipcert.bounds import check_weights
 from lipcert.denoisers import Denoised
-from lipcert.errors import InputError, first_line
+from lipcert.errors import InputError, LipcertError, first_line
 from lipcert.graph import ONE_LOGIT, outputs_of
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model
@@ -40,6 +40,9 @@ _COPIES = 4
 # The tolerance for changes of an image's logits with the batch, relative to the largest logit; rounding is smaller.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_HALF = 0.05
+_DEPENDS = (
+    "the network's logits for an image depend on the batch; smoothing needs draws that are independent of each other"
+)
 # Standard deviations of the noise in the test images; different images reveal networks that mix a batch.
 _SPREAD = (0.1, 0.5, 2.0)
 
@@ -128,6 +131,7 @@ class Smoothing:
         if limit < math.inf:
             self.batch = max(1, min(self.batch, int(limit / _bytes_of_a_draw(self.model))))
         self.together = max(1, min(_MOST_IMAGES, self.batch // 16))
+        self._sizes: set[int] = set()
 
     def run_batch(self, batch: Batch) -> SmoothedCertificates:
         """:meth:`run` for images of a data set, with noise drawn by their indices in it."""
@@ -233,18 +237,32 @@ class Smoothing:
     def _predict(self, images: Tensor, inside: Tensor | None = None) -> Tensor:
         """Classes of images, also with noise inside the network; in parts if memory runs out; -1 if a logit is NaN."""
         try:
-            pixels = images.to(self.model.dtype, memory_format=self.format)
-            logits = self.model(pixels) if self.prefix is None else self.prefix.under(cast(Tensor, inside), pixels)
+            logits = self._logits(images, inside)
+            if len(images) not in self._sizes:
+                self._sizes.add(len(images))
+                # Draws are independent only if the logits of each do not depend on the others.
+                for place in sorted({0, len(images) // 2, len(images) - 1}):
+                    one = slice(place, place + 1)
+                    alone = self._logits(images[one], None if inside is None else inside[one])
+                    if not _same(logits[one], alone, _tolerance(self.model, logits)):
+                        raise InputError(_DEPENDS)
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            if isinstance(error, LipcertError):
                 raise
+            if not is_out_of_memory(error):
+                raise InputError(f"the network does not run on {len(images)} images: {first_line(error)}") from error
             if len(images) == 1:
                 raise InputError(f"memory does not hold the network's forward pass: {first_line(error)}") from error
         half = (len(images) + 1) // 2
         self.batch = min(self.batch, half)
         parts = (slice(None, half), slice(half, None))
         return torch.cat([self._predict(images[part], None if inside is None else inside[part]) for part in parts])
+
+    def _logits(self, images: Tensor, inside: Tensor | None) -> Tensor:
+        pixels = images.to(self.model.dtype, memory_format=self.format)
+        logits: Tensor = self.model(pixels) if self.prefix is None else self.prefix.under(cast(Tensor, inside), pixels)
+        return logits
 
 
 def _bytes_of_a_draw(model: Model) -> float:
@@ -313,17 +331,14 @@ def _check_network(model: Model) -> None:
         first, again = model(images), model(images)
         alone = torch.cat([model(image[None]) for image in images])
     drew = random_states() != before
-    scale = _ROUNDING.get(model.dtype, _ROUNDING_HALF) * float(first.nan_to_num(0, 0, 0).abs().max())
+    scale = _tolerance(model, first)
     if drew or not _same(first, again, scale):
         raise InputError(
             "the network draws random numbers in its forward pass, or changes from one pass to the next; smoothing "
             "needs a fixed function, to whose images it adds noise itself"
         )
     if not _same(first, alone, scale):
-        raise InputError(
-            "the network's logits for an image depend on the other images of a batch; smoothing needs draws that are "
-            "independent of each other"
-        )
+        raise InputError(_DEPENDS)
 
 
 @torch.no_grad()
@@ -339,6 +354,13 @@ def _fastest_format(model: Model) -> torch.memory_format:
     except RuntimeError:
         return torch.contiguous_format
     return torch.channels_last
+
+
+def _tolerance(model: Model, logits: Tensor) -> float:
+    """How far logits may change with the batch; cuDNN may compute in TF32, by kernels that depend on it."""
+    coarse = logits.is_cuda and torch.backends.cudnn.enabled
+    share = _ROUNDING_HALF if coarse else _ROUNDING.get(model.dtype, _ROUNDING_HALF)
+    return share * float(logits.nan_to_num(0, 0, 0).abs().max())
 
 
 def _same(first: Tensor, second: Tensor, tolerance: float) -> bool:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,8 @@ class L2SetAttention(L2Attention):
         super().__init__(dim, num_heads, **kwargs)
         if arrangement not in ARRANGEMENTS or (arrangement in ("units", "windows")) != (area is not None):
             raise InputError(f"no arrangement {arrangement!r} with area={area}; there are {', '.join(ARRANGEMENTS)}")
+        if arrangement == "windows" and math.isqrt(cast(int, area)) ** 2 != area:
+            raise InputError(f"windows are squares of tokens, got area={area}")
         self.arrangement = arrangement
         self.area = area
         self.first = first
