@@ -214,6 +214,7 @@ class Certifier:
         logits = self._logits(images)
         if not self._compared and len(images):
             confirm(self.model, self.analysis.graph, images[:1], self.model.real)
+            self._compared = 1
         if len(images) > self._compared:  # attacks run the network on all of them
             check_batch(self.model, images, logits)
             self._compared = len(images)
