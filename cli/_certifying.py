@@ -1,6 +1,7 @@
 """Runs ``lipcert certify``, after its options are checked."""
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +25,7 @@ from lipcert.report import facts
 from lipcert.results import Run, certifier_for, interval, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
-from lipcert.settings import AUTO, STAGED, CertifySettings
+from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
@@ -219,7 +220,8 @@ def _sigma_choice(
     count = len(others.images)
     if count >= LEAST:
         _show_network(loaded, asked)
-        say(f"sigma: choosing it on {count} images outside the run, {count * DRAWS} draws for each of 3 to 8 values")
+        each = duration(count * DRAWS * _seconds_a_draw(loaded))
+        say(f"sigma: choosing it on {count} images outside the run, up to {each} for each of 3 to 8 values")
     try:
         with progress("choosing sigma") as update:
             choice = choose_sigma(
@@ -268,6 +270,9 @@ def _certify_with(
     def started(rows: int) -> None:
         if isinstance(certifier, Certifier):
             _show_methods(certifier, plan.memory)
+        else:
+            most = duration((settings.samples + SELECTION) * _seconds_a_draw(certifier.model))
+            say(f"estimated per image: {SMOOTHING} up to {most}; draws at once: at most {certifier.batch}")
         show_preprocessing(images, loaded)
         if rows:
             say(f"{out}: continuing after {rows} images")
@@ -320,7 +325,18 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     low, high = (lower(limit) if math.isfinite(limit) else "none" for limit in (first.limits[0], first.limits[-1]))
     limits = f"first-order limits {low} to {high}, {first.reachable} above {settings.eps_typed}"
     limits = limits if low != "none" else "no gradient, so no first-order limit"
-    say(f"first {first.images} images: {correct}{limits}; PGD ({first.steps} steps) breaks {first.broken}")
+    images_seen = "first image" if first.images == 1 else f"first {first.images} images"
+    say(f"{images_seen}: {correct}{limits}; PGD ({first.steps} steps) breaks {first.broken}")
+
+
+def _seconds_a_draw(model: Model) -> float:
+    """The time of a forward pass for one image, from a batch of four."""
+    images = torch.rand(4, *model.input_size, dtype=model.dtype, device=model.device)
+    with torch.no_grad():
+        model(images)
+        started = time.perf_counter()
+        float(model(images).sum())  # which waits for a GPU
+    return (time.perf_counter() - started) / len(images)
 
 
 def _show_methods(certifier: Certifier, memory: float | None) -> None:
@@ -330,6 +346,7 @@ def _show_methods(certifier: Certifier, memory: float | None) -> None:
         f"{name} {'up to ' if method.work else ''}{duration(passes + method.seconds)}, {in_bytes(method.memory)}"
         for name, method in certifier.methods.items()
     ]
+    costs = [cost.replace("up to <", "<") for cost in costs]
     say(f"estimated per image: {'; '.join(costs)}; images at once: at most {certifier.together}")
     if memory is not None and memory < max(method.memory for method in certifier.methods.values()):
         say("note: one image takes more than --memory; images are certified one by one")
@@ -365,9 +382,13 @@ def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
         "attacked": f"adversarial example found within {eps}",
         "bounds too loose": undecided,
     }
+    wrong = sum(row["certified"] and not row["correct"] for row in run.rows) if run.labelled and reasons else 0
     return [
-        ("not certified", f"{count}: {words.get(reason, f'{undecided}; {reason}')}")  # skipped: methods
-        for reason, count in reasons.most_common()
+        *([("certified, misclassified", str(wrong))] if wrong else []),
+        *(
+            ("not certified", f"{count}: {words.get(reason, f'{undecided}; {reason}')}")  # skipped: methods
+            for reason, count in reasons.most_common()
+        ),
     ]
 
 

@@ -83,7 +83,7 @@ def run(
         loaded = load_model(model, weights, new_head=True, device=device)
         pixels.apply(loaded)
         path = out or default_name(str(source), "finetuned")
-        check_out(path, [Path(source), *weights.files], loaded, "finetune", force)
+        check_out(path, [Path(source), *weights.files], loaded, "finetune", force, asked.described())
         unfinished, best = (path.with_name(f"{path.name}.{kind}") for kind in ("checkpoint", "best"))
         taught = None if teacher is None else load_model(teacher, Weights(), device=device)
         check_trainable(loaded, asked, taught)

@@ -101,7 +101,7 @@ def verdict(bound: "Bound") -> str:
         covered += gain
     if bound.log10 > LOOSE:
         least = unreached(bound.log10)
-        advice = f"no method of lipcert but smoothing has certified ε ≥ {least:g} on so loose a network"
+        advice = f"no method but smoothing has certified ε ≥ {least:g} for a network with so loose a bound"
     else:
         advice = "methods anchored and staged bound the network locally instead"
     return (

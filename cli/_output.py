@@ -1,7 +1,8 @@
 """The output file of a command that writes a model."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lipcert.errors import InputError
 
@@ -19,7 +20,14 @@ def default_name(source: str, step: str = "") -> Path:
     return Path(f"{safe}{'.' + step if step else ''}.lipcert.safetensors")
 
 
-def check_out(path: Path, inputs: list[Path], model: "Model", step: str, force: bool = False) -> None:
+def check_out(
+    path: Path,
+    inputs: list[Path],
+    model: "Model",
+    step: str,
+    force: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
     """Checks that the output replaces no input, and, unless forced, nothing but a result of the same step.
 
     Raises:
@@ -29,7 +37,7 @@ def check_out(path: Path, inputs: list[Path], model: "Model", step: str, force: 
 
     if any(source.exists() and path.exists() and path.samefile(source) for source in inputs):
         raise InputError(f"{path} is a file of the model itself; give another --out")
-    check_free(path, model, force, step)
+    check_free(path, model, force, step, settings)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

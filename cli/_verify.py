@@ -62,6 +62,8 @@ def verify(
     """Recompute rows from the model and the images; exit code 1 if one is not confirmed."""
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
+    if Path(model).suffix == ".jsonl" or results.suffix == ".safetensors":
+        raise InputError(f"MODEL comes first, then RESULTS: lipcert verify {results} {model}")
     start()
     from lipcert.inputs.data import open_images
     from lipcert.numerics import as_assumed

@@ -307,6 +307,8 @@ def test_other_files_are_replaced_only_by_force(tmp_path):
         save(model, path)
     with pytest.raises(InputError, match="after finetune"):
         check_free(path, model, False, "convert")
-    check_free(path, model, False, "finetune")
+    check_free(path, model, False, "finetune", {"loss": "ce"})
+    with pytest.raises(InputError, match="result of finetune with other settings.*--force"):
+        check_free(path, model, False, "finetune", {"loss": "emma"})
     assert path.read_bytes() == before
     assert load_artifact(path).source == model.source

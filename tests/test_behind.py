@@ -334,7 +334,7 @@ def test_what_it_says_and_proves() -> None:
     images = torch.rand(16, *SIZE)
     eps = 1.02 * lipcert.certify(net, images, eps=0.05, method="gloro").radius.median().item()
     certifier = Certifier(net, eps)
-    assert certifier.notes["anchored"].startswith("the layers up to 1 count with their Lipschitz constant ")
+    assert certifier.notes["anchored"].startswith("the layers up to 1 are bounded by their Lipschitz constant, ")
     result = certifier.run(images)
     mine = [place for place, method in enumerate(result.method) if method == "anchored"]
     assert mine

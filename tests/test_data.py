@@ -364,5 +364,7 @@ def test_streams_without_labels_or_with_wrong_ones(monkeypatch):
 
 def test_a_single_image_that_is_none_is_named_once(tmp_path):
     (tmp_path / "x.png").write_bytes(b"damaged")
-    with pytest.raises(InputError, match=r"image x\.png: it is damaged, or no image of a known format; mend it"):
+    with pytest.raises(
+        InputError, match=r"image x\.png: it is damaged, or no image of a known format; repair or remove it"
+    ):
         next(open_images(str(tmp_path / "x.png"), model()).batches(1))

@@ -26,7 +26,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.report import _build, _figures, model_card, read_runs, remarks, to_html, write
 from lipcert.report._curves import attack_curve, certified_curve, share_above, span
-from lipcert.report._words import radius
+from lipcert.report._words import promises, radius
 from lipcert.results import wilson
 
 EPS = 0.1
@@ -555,3 +555,18 @@ def test_write_returns_what_it_wrote(results, tmp_path):
     runs = read_runs([results()])
     assert write(runs, card=tmp_path / "c.md") == [tmp_path / "c.md", tmp_path / "c.model_info.json"]
     assert not list(tmp_path.glob(".*partial"))
+
+
+def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from lipcert.cli import app
+
+    arguments = ["digits-vit", "--eps", "36/255", "--limit", "2", "--at", "blocks.1", "--method", "anchored"]
+    printed = CliRunner().invoke(app, ["certify", *arguments, "--out", "r.jsonl"])
+    assert "perturbations of the output of blocks.1, not of the pixels" in printed.stdout
+    (run,) = read_runs(["r.jsonl"])
+    assert "ℓ2 perturbation of the output of blocks.1 up to ε" in _build.sentence(run, run.every_eps)
+    assert [text for text in promises([run]) if "Distances are measured on pixels" in text] == []
+    refused = CliRunner().invoke(app, ["report", "r.jsonl", "--card", "card.md"])
+    assert (refused.exit_code, Path("card.md").exists()) == (2, False)
+    assert "a card is about perturbations of the pixels" in refused.stderr

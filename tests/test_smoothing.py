@@ -431,7 +431,7 @@ def test_reports_keep_both_kinds_apart(tmp_path: Path) -> None:
     code, out, said = command(*arguments, cwd=tmp_path)
     assert code == 0, said
     assert "best σ" in out
-    assert "do not add them up" in said
+    assert "they are not comparable" in said
     for name in ("r.md", "c.md"):
         text = (tmp_path / name).read_text()
         assert "nothing is certified about the network itself" in text

@@ -267,7 +267,7 @@ FORGERIES = {
     median: "for median radius, the rows",
     one_more_certified: "for certified, the rows",
     methods: "for methods, the rows",
-    fewer_rows: "the run is about 6 images: 2 have no row, and 0 rows are about others",
+    fewer_rows: "the run is about 6 images: 2 have no row",
     fewer_rows_and_a_lower_limit: "the run is about 4 images: 1 have no row, and 1 rows are about others",
     fewer_rows_of_a_run_that_did_not_finish: "the run is about 6 images: 2 have no row",
     no_labels: "label None is claimed",

@@ -56,8 +56,8 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
         return ""
     bound = math.ceil(10 * log10) / 10
     return (
-        f"the global bound is 10^{bound:.1f} and slopes at images are near 10^{math.log10(slope):.1f}; "
-        f"no method of lipcert has certified ε ≥ {least:g} on so loose a network"
+        f"the global bound is 10^{bound:.1f} and gradient norms at the images are about {slope:.2g}; "
+        f"no method has certified ε ≥ {least:g} for a network with so loose a bound"
     )
 
 

@@ -120,17 +120,20 @@ def _half(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
     return next((half for half in _HALVES if all(torch.equal(v.to(half).to(v.dtype), v) for v in floats)), None)
 
 
-def check_free(path: Path, model: Model, force: bool, step: str | None = None) -> None:
+def check_free(
+    path: Path, model: Model, force: bool, step: str | None = None, settings: Mapping[str, Any] | None = None
+) -> None:
     """Refuses to overwrite a file that holds something else, unless ``force``.
 
-    Something else is what is not an artifact, another architecture, and a model that was constrained or fine-tuned
-    where the new one is not.
+    Something else is what is not an artifact, another architecture, a model that was constrained or fine-tuned where
+    the new one is not, and one that went through the step with other settings.
 
     Args:
         path: the file to write.
         model: what is to be written there.
         force: whether to overwrite all the same.
         step: the step that the model is still to go through.
+        settings: its settings, as the recipe records them.
 
     Raises:
         InputError: there is such a file.
@@ -143,14 +146,17 @@ def check_free(path: Path, model: Model, force: bool, step: str | None = None) -
     architecture = model.source.get("name")
     try:
         content = read_metadata(path)
-        other, done = content["source"].get("name"), [entry["step"] for entry in content["recipe"]]
+        other, recipe = content["source"].get("name"), content["recipe"]
     except LoadError:
-        other, done = None, []
+        other, recipe = None, []
     if other != architecture:
         raise InputError(f"{path} holds {other or 'a damaged artifact'}, not {architecture}; {way_out}")
-    lost = {*done} - {"convert", step, *(entry["step"] for entry in model.recipe)}
+    lost = {entry["step"] for entry in recipe} - {"convert", step, *(entry["step"] for entry in model.recipe)}
     if lost:
         raise InputError(f"{path} holds a model after {', '.join(sorted(lost))}, and the new one is not; {way_out}")
+    last = recipe[-1] if recipe else {}
+    if last.get("step") == step and any(last.get(key) != value for key, value in (settings or {}).items()):
+        raise InputError(f"{path} holds the result of {step} with other settings; {way_out}")
 
 
 def load_artifact(path: str | os.PathLike[str]) -> Model:

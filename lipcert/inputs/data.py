@@ -415,7 +415,7 @@ class _IndexedImages(Images):
         except Exception as error:
             foreign = isinstance(error, UnidentifiedImageError)  # its text is a Python object
             reason = "it is damaged, or no image of a known format" if foreign else first_line(error)
-            raise InputError(f"cannot read the image {self._name(index)}: {reason}; mend it or take it out") from error
+            raise InputError(f"cannot read the image {self._name(index)}: {reason}; repair or remove it") from error
 
     def sizes(self, count: int) -> list[tuple[int, int]]:
         reader, sizes = getattr(self.source, "reader", None), []

@@ -123,13 +123,13 @@ def in_folder(folder: Path, spec: str) -> Files:
             if entry.is_dir():
                 target = path.resolve() if entry.is_symlink() else None
                 if target is not None and any(parent.is_relative_to(target) for parent in parents):
-                    raise InputError(f"{path} is a link to a folder that it is in; take it out")
+                    raise InputError(f"{path} is a link to a folder that it is in; remove it")
                 files.folders.add(below)
                 walk(path, below, parents)
             elif entry.is_file():
                 files.add(below)
             elif os.path.exists(path):  # reading a pipe would wait for ever
-                raise InputError(f"{path} is neither a file nor a folder; take it out")
+                raise InputError(f"{path} is neither a file nor a folder; remove it")
             else:
                 files.others["broken link"] += 1
 

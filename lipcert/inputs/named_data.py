@@ -249,7 +249,7 @@ class Shards(Stream):
             opened = Image.open(io.BytesIO(image))
             opened.load()
         except Exception as error:
-            raise InputError(f"cannot read an image of {path}: {first_line(error)}; mend it or take it out") from error
+            raise InputError(f"cannot read an image of {path}: {first_line(error)}; repair or remove it") from error
         yield opened, label
 
 

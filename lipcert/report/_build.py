@@ -49,13 +49,20 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     notes = [note for run in runs for note in run.notes]
     if len({run.eps for run in runs}) > 1:
         targets = ", ".join(f"{run.name} {run.eps_typed}" for run in runs)
-        notes.append(f"runs with different ε ({targets}); the curves compare them at every ε")
+        notes.append(f"runs with different ε ({targets}): runs that stop at the verdict may certify less at other ε")
     if len({(_data_name(run.summary), frozenset(row["index"] for row in run.rows)) for run in runs}) > 1:
         notes.append("runs on different images: differences are not due to the models alone")
+    notes += [
+        f"{run.name}: radii are ℓ2 distances of {run.perturbed}, and say nothing about perturbations of the pixels"
+        for run in runs
+        if run.summary.get("at") is not None
+    ]
     if len({run.labelled for run in runs}) > 1:
         notes.append("some runs have no labels: their percentages count every certified image, correct or not")
     if len({run.smoothed for run in runs}) > 1:
-        notes.append("some certificates are about the network, some about a smoothed classifier: do not add them up")
+        notes.append(
+            "some certificates are about the network, some about a smoothed classifier: they are not comparable"
+        )
     if any(run.smoothed and run.stopped for run in runs):
         notes.append("draws stop once the verdict at ε is known; --all-samples may certify larger radii")
     if any(run.staged and len(run.every_eps) == 1 for run in runs):
@@ -233,7 +240,7 @@ def sentence(run: Run, eps: Eps) -> str:
     what = "classified correctly and certified" if run.labelled else "certified"
     by = "the smoothed classifier" if run.smoothed else "the network"
     text = f"{run.name}: {certified} of {count} images ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "
-    text += f"no ℓ2 perturbation of the pixels up to ε changes the class that {by} predicts ({run.rigor})."
+    text += f"no ℓ2 perturbation of {run.perturbed} up to ε changes the class that {by} predicts ({run.rigor})."
     if run.labelled:
         what = "have the correct top class" if run.smoothed else "are classified correctly"
         text += f" Without perturbation, {run.correct} ({100 * run.correct / count:.1f} %) {what}."

@@ -35,11 +35,17 @@ def model_card(
         The card; ``str(card)`` is the file.
 
     Raises:
-        InputError: the results belong to more than one model.
+        InputError: the results belong to more than one model, or are not about perturbations of the pixels.
     """
     if len({run.weights_hash for run in runs}) > 1:
         names = ", ".join(run.name for run in runs)
         raise InputError(f"a card describes one model, but these results are of different weights: {names}")
+    for run in runs:
+        if run.summary.get("at") is not None:
+            raise InputError(
+                f"a card is about perturbations of the pixels, and {run.name} is about {run.perturbed}: "
+                "certify without --at, or report without --card"
+            )
     eps = radii_of_interest(runs, named)
     network, artifact = runs[0].network, artifact_of(runs[0])
     hub, _, hub_id = network.partition(":")
@@ -144,7 +150,7 @@ def _snippet(run: Run, artifact: Path | None) -> str:
 def _options(run: Run) -> str:
     """The options of a certificate of the network itself that differ from the defaults."""
     standard = CertifySettings(1.0).described()
-    named = ("method", "dtype", "rigor", "time", "passes", "delta", "seed", "at")
+    named = ("method", "dtype", "rigor", "time", "passes", "delta", "seed")
     chosen = {key: run.summary[key] for key in named if run.summary.get(key, standard[key]) != standard[key]}
     return "".join(f", {key}={value!r}" for key, value in chosen.items())
 

@@ -13,6 +13,10 @@ from lipcert.results import Run
 
 IMAGENET = 1000  # classes of ImageNet-1k
 
+_INSIDE = (
+    "A certified radius r of a run with --at means: every value of that module's output at an ℓ2 distance smaller than "
+    "r from the one at the image leads to the same class. It says nothing about perturbations of the pixels."
+)
 _RADIUS = (
     "A certified radius r means: every image in [0, 1] at an ℓ2 distance smaller than r from the certified one is "
     "predicted as the same class. Distances are measured on pixels, before normalisation."
@@ -35,8 +39,8 @@ _SMOOTHED = (
 _COMMON = (
     "Percentages are exact for these images. Confidence intervals (Wilson, 95 %) are for the population that the "
     "images are drawn from.",
-    "In other norms: a perturbation of d pixel values that are each at most t has an ℓ2 norm of at most t√d, so a "
-    "radius r also holds in ℓ∞ up to r/√d.",
+    "In other norms: a perturbation of d values that are each at most t has an ℓ2 norm of at most t√d, so a radius r "
+    "also holds in ℓ∞ up to r/√d.",
     "A certificate does not say that the prediction is correct, and nothing about changes that are large in ℓ2.",
     "Accuracy under attack is an upper bound on the robust accuracy: an attack that fails proves nothing.",
 )
@@ -45,7 +49,13 @@ _COMMON = (
 def promises(runs: Sequence[Run]) -> list[str]:
     """What the results of the runs guarantee and what they do not, one paragraph each."""
     kinds = {run.smoothed for run in runs}
-    texts = [_RADIUS, *(_NETWORK if False in kinds else ()), *(_SMOOTHED if True in kinds else ())]
+    inside = [run.summary.get("at") is not None for run in runs]
+    texts = [
+        *([] if all(inside) else [_RADIUS]),
+        *([_INSIDE] if any(inside) else []),
+        *(_NETWORK if False in kinds else ()),
+        *(_SMOOTHED if True in kinds else ()),
+    ]
     if len(kinds) > 1:
         texts.append("A network and its smoothed classifier are two functions: never add up their certificates.")
     return [*texts, *_COMMON]
@@ -64,7 +74,8 @@ def about(run: Run) -> str:
         network = "" if dtype == "real" else f", sampled in {dtype}"
         where = f" at {place}" if place else ""
         return f"the smoothed classifier, σ = {run.noise['sigma']:g}{where}{network}; not the network itself"
-    return "exact arithmetic" if dtype == "real" else f"a forward pass in {dtype}"
+    place = "" if run.summary.get("at") is None else f", and perturbations of {run.perturbed}, not of the pixels"
+    return f"exact arithmetic{place}" if dtype == "real" else f"a forward pass in {dtype}"
 
 
 def class_name(run: Run, number: int) -> str:

@@ -101,6 +101,12 @@ class Run(Tally):
         return self.holds_for != "network"
 
     @property
+    def perturbed(self) -> str:
+        """What is perturbed: ``the pixels``, or ``the output of blocks.0`` for a run with ``--at blocks.0``."""
+        place = self.summary.get("at")
+        return "the pixels" if place is None else f"the output of {place}"
+
+    @property
     def holds_for(self) -> str:
         """The certified function: ``network``, or ``smoothed(σ)``."""
         return str(self.rows[0].get("holds_for", "network")) if self.rows else "network"
@@ -291,11 +297,10 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
         different.append("logits on the example images")
     if different == ["eps"]:
         typed = current.get("eps_typed", current["eps"])
-        reach = " up to the ε of that run" if current.get("method") == METHODS[0] else ""
-        raise InputError(
-            f"{path} holds results of a run with another eps; its radii answer for any ε{reach}: "
-            f"lipcert report {path} --eps {typed}; or give another --out"
-        )
+        certify = "give another --out"
+        if current.get("method") != METHODS[0]:  # a staged run stops at the verdict for its ε
+            certify = f"its radii answer for any ε: lipcert report {path} --eps {typed}; or {certify}"
+        raise InputError(f"{path} holds results of a run with another eps; {certify}")
     if different:
         names = dict.fromkeys("eps" if key == "further_eps" else key for key in different)
         raise InputError(f"{path} holds results of a run with another {', '.join(names)}; give another --out")

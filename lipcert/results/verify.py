@@ -194,7 +194,7 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
             difference = _first_difference(claimed.get(key), recomputed[key])
             yield f"the summary's {key} is not what is found again{difference}"
     if re.search(r"\.shard-\d+-of-\d+$", run.path.stem):
-        yield "it is one part of a run; put the parts together, and verify the whole"
+        yield f"{run.path} is one part of a run; put the parts together, and verify the whole"
         return
     limit = run.summary.get("limit")
     if limit is not None and not (type(limit) is int and limit > 0):
@@ -210,7 +210,8 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
             raise InputError(f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images")
     if indices != expected:
         missing, others = len(expected - indices), len(indices - expected)
-        yield f"the run is about {len(expected)} images: {missing} have no row, and {others} rows are about others"
+        rest = f", and {others} rows are about others" if others else ""
+        yield f"the run is about {len(expected)} images: {missing} have no row{rest}"
     elif not run.summary.get("complete"):
         yield "the summary says that the run did not finish; start the same command again"
 

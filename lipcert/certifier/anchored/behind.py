@@ -146,7 +146,7 @@ class Behind:
     def described(self) -> str:
         """What is done, in a clause."""
         place = self.cut.path.removeprefix("net").removeprefix(".") or "(model)"
-        return f"the layers up to {place} count with their Lipschitz constant {self.constant:.4g}"
+        return f"the layers up to {place} are bounded by their Lipschitz constant, {self.constant:.4g}"
 
     def __call__(
         self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None
