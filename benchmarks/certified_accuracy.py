@@ -194,9 +194,10 @@ def undecided(row: dict[str, Any]) -> bool:
 
 
 def of_autoattack(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many images AutoAttack was for, and the share that PGD and AutoAttack leave correctly classified."""
-    right = sum(row["right"] and row["survived"] is not False and row.get("autoattack") is not False for row in rows)
-    return {"images": len(rows), "accuracy": right / len(rows)}
+    """How many images AutoAttack was for, and the shares that PGD leaves correctly classified, and both attacks."""
+    remaining = [row for row in rows if row["right"] and row["survived"] is not False]
+    right = sum(row.get("autoattack") is not False for row in remaining)
+    return {"images": len(rows), "pgd": len(remaining) / len(rows), "accuracy": right / len(rows)}
 
 
 def known_rows(path: Path) -> dict[int, dict[str, Any]]:

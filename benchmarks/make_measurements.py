@@ -135,7 +135,9 @@ def _accuracy() -> str:
         certified = one["certified"]["36/255"]
         shown = _VITS.get(name, f"`{name}`")
         strong = one.get("autoattack")
-        auto = f"{percent(strong['accuracy'])} of {strong['images']:,}" if strong else "–"
+        auto = (
+            f"{percent(strong['accuracy'])} of {strong['images']:,} (PGD {percent(strong['pgd'])})" if strong else "–"
+        )
         rows.append([shown, one["images"], one["clean"], one["pgd"], auto, certified, one["method"]])
     pipe = read("cifar_pipeline")["row"]
     rows.append(
@@ -161,8 +163,8 @@ def _accuracy() -> str:
         f"- `{name}`: {percent(one['limit'])}; {one['cpu_seconds_a_verdict']:.2g} CPU seconds a verdict."
         for name, one in read("certified_accuracy").items()
     )
-    text = f"""Accuracy under PGD and AutoAttack is an estimate from above; AutoAttack tried the first images of the
-shuffle that PGD left correctly classified. The first-order limit, the share that margins and
+    text = f"""Accuracy under PGD and AutoAttack is an estimate from above; AutoAttack attacked what PGD left of the
+first images of the shuffle. The first-order limit, the share that margins and
 gradients at the pixels alone would certify, and the time:
 
 {more}

@@ -261,7 +261,8 @@ class ImageFiles:
             if classes is not None:
                 raise InputError(f"{self.files.spec} has no class folders, whose names {classes.path} could number")
             if not self.notes:
-                self.notes.append("no class folders, and so no labels; --labels FILE gives them")
+                what = "no class folders" if beside else f"one folder, {names[0]}"
+                self.notes.append(f"{what}, and so no labels; --labels FILE gives them")
             return
         empty = [name for name in names if not any(parts[0] == name for parts in self.samples)]
         if classes is not None:

@@ -113,8 +113,9 @@ def load(
                 options.add("pretrained=False (--no-pretrained)")
             _refuse(options | ({"freeze"} if freeze else set()), f"the lipcert artifact {name}, which is complete")
             return load_artifact(name)
-        if not os.path.exists(name) and re.fullmatch(r"[\w-]+/[\w.-]+", name) and Path(name).suffix not in SUFFIXES:
-            raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{name}")
+        hub = re.fullmatch(r"(?:https?:/+huggingface\.co/)?([\w-]+/[\w.-]+)", name)
+        if hub and not os.path.exists(name) and Path(name).suffix not in SUFFIXES:
+            raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{hub[1]}")
         if checkpoint is not None:
             raise InputError(f"{name} and {checkpoint} are two files; give a timm name with checkpoint= (--checkpoint)")
         checkpoint, name = name, _architecture(name)

@@ -92,7 +92,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     """
     path = Path(path)
     if os.path.isdir(path):
-        raise LoadError(f"{path} is a folder; give a checkpoint file, or {path} as local-dir:{path} if timm saved it")
+        raise LoadError(
+            f"{path} is a folder; give a checkpoint file, or local-dir:{path} if timm saved the model there; "
+            f"images are given as --data {path}"
+        )
     if not os.path.isfile(path):
         raise LoadError(f"there is no file {shortened(str(path))}")
     with path.open("rb") as file:
