@@ -124,7 +124,7 @@ Data = Annotated[
     typer.Option(
         "--data",
         "--data-dir",
-        help=f"{_DATA}; by default the bundled images.",
+        help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size.",
         show_default=False,
         autocompletion=complete_data,
     ),

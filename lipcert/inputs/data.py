@@ -340,7 +340,7 @@ class _StoredImages(Images):
         super().__init__(None, total=len(self.images), limit=limit)
         if self.targets is None:
             self.labelled = False
-            self.note = "no --data: lipcert drew sample images, without labels; radii on them say little about yours"
+            self.note = "no --data: lipcert drew sample images, without labels; results on them say little about yours"
         else:
             self._compare_classes("the bundled images have", int(targets.max()) + 1, number_of_classes(model))
 

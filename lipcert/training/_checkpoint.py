@@ -45,6 +45,6 @@ def read(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     if other:
         raise InputError(
             f"{path} is of a run with another {', '.join(other)}; "
-            "repeat that run to go on, or remove the file to start afresh"
+            "repeat that run to resume it, or remove the file to start over"
         )
     return dict(content)
