@@ -28,7 +28,7 @@ def check_out(
     force: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Checks that the output replaces no input, and, unless forced, nothing but a result of the same step.
+    """Checks that the output replaces no input, and, unless forced, nothing but a result of the same step and settings.
 
     Raises:
         InputError: saying which, or that there can be no such folder.
