@@ -63,7 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention l2",),
     },
     "cifar10-vit": {
-        "file": "cifar10_vit.safetensors", "images": 4500, "curve": EPS,
+        "file": "cifar10_vit.safetensors", "curve": EPS,
         "trained": ("python -m benchmarks.both_kinds --data cifar10 --work both",),
     },
 }  # fmt: skip
