@@ -224,8 +224,6 @@ class Model(nn.Module):
             elif len(shape) == 4 and (shape[3], *shape[1:3]) == self.input_size:
                 hint = "channels come first: images.permute(0, 3, 1, 2)"
             raise InputError(f"images must have shape (N, {expected}), got {shape}; {hint}")
-        if images.is_meta:
-            raise InputError("images are on the meta device, and have no pixels")
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")
         if images.numel() and not (images.amin() >= 0 and images.amax() <= 1):

@@ -212,7 +212,7 @@ def test_sigma_auto_looks_at_other_images(tmp_path: Path) -> None:
     code, _, said = smoothed(tmp_path, *run)
     assert code == 0
     announced, line = [line for line in said.splitlines() if line.startswith("sigma: ")]
-    assert announced.startswith("sigma: choosing it on 48 images outside the run, 768 draws for each")
+    assert announced.startswith("sigma: choosing it on 48 images outside the run, up to ")
     summary = json.loads((tmp_path / "r.summary.json").read_text())
     choice = summary["sigma_choice"]
     assert line.startswith(f"sigma: {summary['sigma']:g}, chosen on 48 images outside the run")

@@ -103,10 +103,14 @@ def test_reasons_are_in_the_rows(tmp_path):
 
 
 def test_methods_that_were_skipped_are_named_beside_what_is_known():
-    run = SimpleNamespace(rows=[{"reason": "skipped: local"}, {"reason": ""}, {"reason": "attacked"}])
-    said = dict(reversed(line.split(": ", 1)) for _, line in _why_not(run, "0.5"))
-    assert said["no certificate and no adversarial example within 0.5; skipped: local"] == "1"
-    assert len(said) == 2
+    rows = [
+        {"reason": reason, "certified": not reason, "correct": False} for reason in ("skipped: local", "", "attacked")
+    ]
+    assert _why_not(SimpleNamespace(rows=rows, labelled=True), "0.5") == [
+        ("certified, misclassified", "1"),
+        ("not certified", "1: no certificate and no adversarial example within 0.5; skipped: local"),
+        ("not certified", "1: adversarial example found within 0.5"),
+    ]
 
 
 def test_attacked_images_have_that_reason():
