@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shlex
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -567,6 +568,8 @@ def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monke
     (run,) = read_runs(["r.jsonl"])
     assert "ℓ2 perturbation of the output of blocks.1 up to ε" in _build.sentence(run, run.every_eps)
     assert [text for text in promises([run]) if "Distances are measured on pixels" in text] == []
+    advised = CliRunner().invoke(app, ["report", "r.jsonl"]).stdout
+    assert shlex.split(advised.splitlines()[-1])[1:] == ["lipcert", "report", "r.jsonl", "--html", "report.html"]
     refused = CliRunner().invoke(app, ["report", "r.jsonl", "--card", "card.md"])
     assert (refused.exit_code, Path("card.md").exists()) == (2, False)
     assert "a card is about perturbations of the pixels" in refused.stderr
