@@ -10,7 +10,7 @@ attacks those of the first N images that are still undecided (pip install 'lipce
 
 Rows are written a batch at a time, and a run goes on with the images that are missing; rows of more than one method or
 list of ε are kept apart. The results of a network and the environment go to benchmarks/results/certified_accuracy.json,
-which keeps those of others.
+which keeps those of others. Where a result on more images is known, only the certified curve and AutoAttack are added.
 """
 
 from __future__ import annotations
@@ -111,8 +111,12 @@ def main() -> None:
 
 
 def keep(name: str, result: dict[str, Any]) -> None:
-    """Writes the result of a network, and leaves those of others."""
+    """Writes the result of a network, or adds its curve to a result on more images; leaves those of others."""
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    of_more = known.get(name, result)
+    if of_more["images"] > result["images"]:
+        more = {key: result[key] for key in ("autoattack",) if key in result}
+        result = of_more | {"curve": {key: result[key] for key in ("images", "clean", "certified")}} | more
     RESULT.write_text(json.dumps({**known, name: result}, indent=1) + "\n")
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._page import table
+from benchmarks.make_checkpoints import ALL
 from benchmarks.make_measurements import read
 from benchmarks.papers.recipes import CIFAR, EPS
 from benchmarks.papers.tables import find
+from lipcert.results import interval
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -34,6 +36,31 @@ FOOT = """
   noise, not about the network itself, and fails with probability at most 0.001 per image. Not comparable with others.
 - *no bound*: the product that CertViT computes for vision transformers leaves out some of their operations.
 - "DDPM": trained with images of a diffusion model in addition.
+- "Prach et al. 2024, logs": the last epoch of the training logs that come with the authors' code for "1-Lipschitz Layers
+  Compared" (arXiv 2311.16833); 24 hours of training each, and for each layer the size that certifies the most.
+"""
+_CURVE = ("36/255", "48/255", "60/255", "72/255", "108/255")
+_LOGS = "Prach et al. 2024, logs"
+# data/runs/CIFAR10/final_training_24h/*/*/*/training_statistics.csv in
+# github.com/berndprach/1LipschitzLayersCompared at 01e3f2a: accuracy, and certified at 36, 72, and 108/255.
+_LAYERS_COMPARED = {
+    "AOL ConvNetM": (73.41, 60.98, 47.06, 34.65),
+    "BCOP ConvNetM": (73.99, 60.51, 45.72, 32.20),
+    "Cayley ConvNetS": (74.15, 61.06, 46.30, 32.82),
+    "CPL ConvNetM": (76.65, 65.07, 51.52, 38.10),
+    "LOT ConvNetS": (76.65, 64.56, 50.57, 37.50),
+    "SLL ConvNetM": (75.30, 62.78, 48.86, 35.83),
+    "SOC ConvNetM": (76.90, 66.34, 53.37, 39.99),
+}
+BEYOND = f"""## Beyond {EPS}
+
+Certified accuracy at larger ε. The networks that are certified behind a cut were trained for {EPS}, and their
+certificates reach no further than the layers after the cut are nearly linear. Where fewer than 10,000 images were
+certified, they are the first of a fixed shuffle, and Wilson's 95 % confidence interval at {EPS} stands beside the share.
+"""
+COMMANDS = """## Commands
+
+What prints the shares of lipcert's networks, with CIFAR-10's test images as a tar file or a folder:
 """
 _KINDS = {
     "BCOP": "1-Lipschitz", "Cayley": "1-Lipschitz", "SOC": "1-Lipschitz", "CPL": "1-Lipschitz", "SLL": "1-Lipschitz",
@@ -88,7 +115,32 @@ def page() -> str:
         )
         for entry in entries
     ]  # fmt: skip
-    return "\n".join((HEAD, *table(columns, rows), FOOT))
+    commands = [f"    {row['command']}" for row in _zoo().values() if row["name"].startswith("cifar10")]
+    return "\n".join((HEAD, *table(columns, rows), FOOT, BEYOND, *_beyond(), "", COMMANDS, *commands, ""))
+
+
+def _beyond() -> list[str]:
+    """The table of certified accuracy at each ε, the highest at 72/255 first."""
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for name, one in read("certified_accuracy").items():
+        one = one.get("curve", one)
+        shares = [one["certified"].get(eps) for eps in _CURVE]
+        shown = [_percent(None if share is None else 100 * share) for share in shares]
+        if one["images"] < ALL:
+            shown[0] += f" ({interval(round(shares[0] * one['images']), one['images'])})"
+        rows.append(
+            (shares[3] or 0.0, (f"**lipcert** `{name}`", f"{one['images']:,}", _percent(100 * one["clean"]), *shown))
+        )
+    for name, (clean, *known) in _LAYERS_COMPARED.items():
+        shares = dict(zip(("36/255", "72/255", "108/255"), known, strict=True))
+        shown = [_percent(shares.get(eps)) for eps in _CURVE]
+        rows.append((shares["72/255"] / 100, (f"{name} ({_LOGS})", "all", _percent(clean), *shown)))
+    columns = ("network", "images", "clean", *_CURVE)
+    return table(columns, [row for _, row in sorted(rows, key=lambda row: -row[0])])
+
+
+def _zoo() -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads((ROOT / "lipcert" / "assets" / "certified.json").read_text())}
 
 
 def _of_papers() -> Iterator[Entry]:
@@ -108,10 +160,12 @@ def _of_papers() -> Iterator[Entry]:
                 "no bound" if name == _NO_BOUND else next(_KINDS[known] for known in _KINDS if name.startswith(known))
             )
             yield Entry(name, kind, clean, figures.get("pgd"), certified, source, parameters)
+    for name, (clean, certified, *_) in _LAYERS_COMPARED.items():
+        yield Entry(name, "1-Lipschitz", clean, None, certified, _LOGS)
 
 
 def _ours() -> Iterator[Entry]:
-    zoo = {row["name"]: row for row in json.loads((ROOT / "lipcert" / "assets" / "certified.json").read_text())}
+    zoo = _zoo()
     behind = "anchored after a Lipschitz prefix (δ ≤ 1e-9)"
     kinds = {
         "cifar10-liresnet-w128": (", labels mixed with a teacher's", behind),

@@ -83,6 +83,6 @@ def report(
         for line in publishing(card, runs):
             say(f"  {line}")
     elif not html:
-        inside = any(run.summary.get("at") is not None for run in runs)  # cards are about pixels
+        inside = any(run.inside for run in runs)  # cards are about pixels
         card_too = () if inside else ("--card", "README.md")
         print_facts([("next", command("report", *results, "--html", "report.html", *card_too))])

@@ -568,6 +568,9 @@ def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monke
     (run,) = read_runs(["r.jsonl"])
     assert "ℓ2 perturbation of the output of blocks.1 up to ε" in _build.sentence(run, run.every_eps)
     assert [text for text in promises([run]) if "Distances are measured on pixels" in text] == []
+    drawn = []
+    _figures._draw_curve([run], 0.01, 1.0, False, drawn)
+    assert drawn[0].get_xlabel() == "ε, ℓ2 on the output of blocks.1"
     advised = CliRunner().invoke(app, ["report", "r.jsonl"]).stdout
     assert shlex.split(advised.splitlines()[-1])[1:] == ["lipcert", "report", "r.jsonl", "--html", "report.html"]
     refused = CliRunner().invoke(app, ["report", "r.jsonl", "--card", "card.md"])

@@ -55,7 +55,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     notes += [
         f"{run.name}: radii are ℓ2 distances of {run.perturbed}, and say nothing about perturbations of the pixels"
         for run in runs
-        if run.summary.get("at") is not None
+        if run.inside
     ]
     if len({run.labelled for run in runs}) > 1:
         notes.append("some runs have no labels: their percentages count every certified image, correct or not")

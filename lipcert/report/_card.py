@@ -41,7 +41,7 @@ def model_card(
         names = ", ".join(run.name for run in runs)
         raise InputError(f"a card describes one model, but these results are of different weights: {names}")
     for run in runs:
-        if run.summary.get("at") is not None:
+        if run.inside:
             raise InputError(
                 f"a card is about perturbations of the pixels, and {run.name} is about {run.perturbed}: "
                 "certify without --at, or report without --card"

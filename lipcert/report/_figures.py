@@ -103,7 +103,9 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
     """The picture; adds its axes to ``drawn``."""
     figure, (axes,) = _figure(3.6 + 0.2 * len(runs))
     _scale(axes, start, end, logarithmic)
-    axes.set(ylim=(0, 100), yticks=range(0, 101, 20), xlabel="ε, ℓ2 on pixels in [0, 1]", ylabel="share of images in %")
+    # Runs may be about perturbations of different values.
+    measured = ", ".join(dict.fromkeys(run.perturbed if run.inside else "pixels in [0, 1]" for run in runs))
+    axes.set(ylim=(0, 100), yticks=range(0, 101, 20), xlabel=f"ε, ℓ2 on {measured}", ylabel="share of images in %")
     axes.grid(axis="y", color="0.5", alpha=0.25, linewidth=0.8)
     for i, run in enumerate(runs):
         colour = _COLOURS[i % len(_COLOURS)]

@@ -49,7 +49,7 @@ _COMMON = (
 def promises(runs: Sequence[Run]) -> list[str]:
     """What the results of the runs guarantee and what they do not, one paragraph each."""
     kinds = {run.smoothed for run in runs}
-    inside = [run.summary.get("at") is not None for run in runs]
+    inside = [run.inside for run in runs]
     texts = [
         *([] if all(inside) else [_RADIUS]),
         *([_INSIDE] if any(inside) else []),
@@ -74,7 +74,7 @@ def about(run: Run) -> str:
         network = "" if dtype == "real" else f", sampled in {dtype}"
         where = f" at {place}" if place else ""
         return f"the smoothed classifier, σ = {run.noise['sigma']:g}{where}{network}; not the network itself"
-    place = "" if run.summary.get("at") is None else f", and perturbations of {run.perturbed}, not of the pixels"
+    place = f", and perturbations of {run.perturbed}, not of the pixels" if run.inside else ""
     return f"exact arithmetic{place}" if dtype == "real" else f"a forward pass in {dtype}"
 
 
