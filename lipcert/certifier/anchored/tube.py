@@ -118,6 +118,12 @@ class Tubes:
             error = 2 * written_error(start.entries, z.entries) * lost * (1 + SAFETY)
             self.layers[v] = Layer(start, constant, written.factor(start, z), error)
 
+    @property
+    def work(self) -> float:
+        """An estimate of the floating-point operations for an image: products with Jacobians for the runner-up."""
+        entries = sum(layer.start.entries * v.operands[0].entries for v, layer in self.layers.items())
+        return 2.0 * _ROUNDS * _SECTORS * entries
+
     def radius(self, image: Tensor, predicted: Tensor, margins: Tensor, enough: float | None) -> float:
         """A radius around c(image), rounded down, within which the prediction is constant.
 
