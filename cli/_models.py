@@ -51,11 +51,14 @@ def models(
         return
     rows = [_row(one) for one in entries]
     print_table(_COLUMNS, rows, optional=("family",))
+    further = f"next: {command('models', '--certified')}, for networks with certified accuracy and their commands"
+    if pattern or family:
+        further = _next(entries)
     if not sys.stdout.isatty():
         say(summary(entries))
-        say(_next(entries))
+        say(further)
         return
-    for line in (*_reasons(entries), summary(entries), _next(entries)):
+    for line in (*_reasons(entries), summary(entries), further):
         print(line)
 
 
