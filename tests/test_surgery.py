@@ -911,3 +911,17 @@ def test_a_head_with_a_norm_inside_is_not_taken_for_one() -> None:
     (edit,), kept = plan(nn.Sequential(head), attention="keep", norm="smooth")
     assert edit.path == "0.norm"
     assert kept == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"arrangement": "windows", "area": 6}, "windows are squares of tokens, got area=6"),
+        ({"arrangement": "windows"}, "no arrangement 'windows' with area=None"),
+        ({"arrangement": "tokens", "area": 4}, "no arrangement 'tokens' with area=4"),
+        ({"arrangement": "rings"}, "no arrangement 'rings'"),
+    ],
+)
+def test_arrangements_of_sets_that_do_not_exist(settings, message):
+    with pytest.raises(InputError, match=message):
+        L2SetAttention(4, 1, **settings)
