@@ -134,7 +134,7 @@ def attacked(net: Model, image: Tensor, several: int = 3) -> list[float]:
     for _ in range(several):
         g = torch.randn(1, layer.network.graph.output.entries, dtype=torch.float64)
         for margin in (0.1, 10.0):  # it decides κ, and any κ gives a bound
-            fall = layer.fall(image[None], g, g.norm(dim=1), torch.tensor([margin], dtype=torch.float64))
+            fall = layer.at(image).fall(g, g.norm(dim=1), torch.tensor([margin], dtype=torch.float64))
             for radius in (1e-3, 0.1, 1.0, 10.0):
                 bound = fall(torch.tensor([radius], dtype=torch.float64)).item()
                 reached = falls(layer, image, g[0], radius)
@@ -172,7 +172,7 @@ def test_every_direction_in_a_plane() -> None:
         values = network.values(image[None])
         centre, end = values[network.source][0], values[network.graph.output][0]
         g = torch.randn(1, end.numel(), dtype=torch.float64)
-        fall = layer.fall(image[None], g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+        fall = layer.at(image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
         for radius in (0.05, 0.5, 3.0):
             points = centre.flatten() + layer.scale * radius * disc.reshape(-1, 2)
             points = points.reshape(len(points), *centre.shape)
@@ -194,7 +194,7 @@ def test_it_holds_at_the_pixels(name: str) -> None:
     network, eps = layer.network, 0.3
     (end,) = (network.values(image[None])[network.graph.output],)
     g = torch.randn(1, end.numel(), dtype=torch.float64)
-    fall = layer.fall(image[None], g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+    fall = layer.at(image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
     bound = fall(torch.tensor([eps * method.constant], dtype=torch.float64)).item()
     for _ in range(400):
         step = torch.randn_like(image)
@@ -221,14 +221,20 @@ def test_bounds_do_not_depend_on_the_batch() -> None:
     torch.manual_seed(3)
     net = model(NETWORKS["residual"](), 1.5)
     _, layer = behind(net)
-    images = torch.rand(3, 1, *SIZE, dtype=torch.float64)
+    images = torch.rand(3, *SIZE, dtype=torch.float64)
     g = torch.randn(3, layer.network.graph.output.entries, dtype=torch.float64)
     radius, one = torch.full((3,), 0.2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    together = layer.fall(images, g, g.norm(dim=1), one)
-    alone = [layer.fall(images[i : i + 1], g[i : i + 1], g[i : i + 1].norm(dim=1), one[:1]) for i in range(3)]
+    together = layer.at(images).fall(g, g.norm(dim=1), one)
+    alone = [layer.at(images[i : i + 1]).fall(g[i : i + 1], g[i : i + 1].norm(dim=1), one[:1]) for i in range(3)]
     expected = torch.cat([fall(radius[:1]) for fall in alone])
     assert torch.allclose(together(radius), expected, rtol=1e-9)
     assert torch.equal(together.only(torch.tensor([2]))(radius[:1]), together(radius)[2:])
+    # What is known of images is looked up by place.
+    at = layer.at(images)
+    for places in ([2], [0, 2], [1, 0]):
+        some = torch.tensor(places)
+        fall = at.only(some).fall(g[some], g[some].norm(dim=1), one[some])
+        assert torch.allclose(fall(radius[some]), expected[some], rtol=1e-9)
 
 
 def test_for_a_verdict_only_margins_that_need_it_are_bounded() -> None:
@@ -244,7 +250,7 @@ def test_for_a_verdict_only_margins_that_need_it_are_bounded() -> None:
     assert toward.fall is not None
     for factor, known in ((1.5, True), (3.0, False)):
         margin = factor * toward.slope * layer.radius
-        fall = layer.fall(at.images, torch.randn(1, 64, dtype=torch.float64), toward.slope, margin)
+        fall = layer.at(image).fall(torch.randn(1, 64, dtype=torch.float64), toward.slope, margin)
         assert bool(fall(margin.new_tensor([layer.radius])).isfinite()) == known
 
 
@@ -309,7 +315,7 @@ def test_slopes_and_operands_are_of_one_evaluation(side: int, monkeypatch: pytes
     g = torch.tensor([[-1.0, 1.5 if side > 0 else -0.5, 0.05]], dtype=torch.float64)
     evaluate = network.values
     monkeypatch.setattr(network, "values", lambda *args: (at := evaluate(*args)) | {z: -at[z]})
-    fall = layer.fall(image[None], g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+    fall = layer.at(image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
     monkeypatch.undo()
     angles = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
     for radius in (0.1, 1.0):

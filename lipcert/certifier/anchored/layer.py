@@ -37,6 +37,8 @@ bound e on the rounding error of both.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,6 +66,8 @@ _TERMS = ("scale", "offset", "slope", "ahead", "pulled", "apart", "noise", "cons
 _ADDED = 1e-13
 # Shorter gradients have no direction in float64.
 _NO_SLOPE = 1e-100
+# Nominal values by node, and bounds e_b and e on the rounding errors of b and c.
+Values: TypeAlias = tuple[Mapping[Node, Tensor], Tensor, Tensor]
 
 
 def constant_between(network: Network, node: Node) -> float:
@@ -166,27 +170,25 @@ class Layer:
         self.norm = _norm_of(network, self.operand)
         self.error = product_error(network, operations, start, self.operand)
 
-    def fall(self, images: Tensor, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
-        """Bounds on −⟨g, c(x′) − ĉ(x)⟩; ∞ for images whose margin is far above ‖g‖ times the radius that is wanted.
+    def at(self, images: Tensor) -> LayerAt:
+        """The layer at images, shape (N, C, H, W)."""
+        model = self.network.model
+        return LayerAt(self, images.to(model.device, model.dtype), torch.arange(len(images)), {})
 
-        Args:
-            images: shape (N, 1, C, H, W).
-            g: shape (N, entries of c).
-            slope: ‖g‖, shape (N,).
-            margin: what a fall is compared with, shape (N,); it decides κ, and no bound depends on it otherwise.
-        """
-        terms = g.new_full((len(g), len(_TERMS)), math.inf)
-        some = ((margin > 0) & (margin < _NEAR * slope * self.radius)).nonzero()[:, 0]
-        for part in some.split(_TOGETHER) if len(some) else ():
-            terms[part] = self._terms(images[part], g[part], margin[part])
-        return Fall(terms)
+    @torch.no_grad()
+    def values(self, images: Tensor) -> Iterator[Values]:
+        """Nominal values at each of the images, shape (N, C, H, W), with e_b and e, as of a batch of one image."""
+        values = self.network.values(images[:, None])
+        error, at_end = (each.values(images).to(images) for each in (self.rounding, self.at_end))
+        for i in range(len(images)):
+            one = slice(i, i + 1)
+            yield {node: value[one] for node, value in values.items()}, error[one], at_end[one]
 
-    def _terms(self, images: Tensor, g: Tensor, margin: Tensor) -> Tensor:
+    def terms(self, at: Values, g: Tensor, margin: Tensor) -> Tensor:
+        """The numbers ``_TERMS``, shape (N, terms); arguments as for :meth:`LayerAt.fall`."""
         network, relu, z = self.network, self.relu, self.operand
         start, end = network.source, network.graph.output
-        with torch.no_grad():
-            values = network.values(images)
-        error, at_end = (each.values(images[:, 0]).to(g) for each in (self.rounding, self.at_end))
+        values, error, at_end = at
         nodes = list(network.chains.links)
         reached, added = disturbed(network, values, [start, *nodes], network.replay.between(start, [end]), [end, z])
         pulled = torch.autograd.grad(reached[end], list(added.values()), g.view_as(reached[end]), retain_graph=True)
@@ -232,6 +234,48 @@ class Layer:
         offset = self.scale + torch.zeros_like(margin), error
         apart, noise_along = largest.sqrt() * self.norm, largest.sqrt() * noise[z]
         return torch.stack((*offset, slope, along, across, apart, noise_along, constant, lost), 1)
+
+
+class LayerAt:
+    """The layer at N images. What does not depend on the margin is computed once for each image that needs it.
+
+    Args:
+        layer: the layer.
+        images: all images, shape (M, C, H, W).
+        places: which of them, shape (N,).
+        known: the values by place.
+    """
+
+    def __init__(self, layer: Layer, images: Tensor, places: Tensor, known: dict[int, Values]):
+        self.layer, self.images, self.places, self.known = layer, images, places, known
+
+    def only(self, index: Tensor) -> LayerAt:
+        """The same for the images with the given indices."""
+        return LayerAt(self.layer, self.images, self.places[index.to(self.places.device)], self.known)
+
+    def fall(self, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
+        """Bounds on −⟨g, c(x′) − ĉ(x)⟩; ∞ for images whose margin is far above ‖g‖ times the radius that is wanted.
+
+        Args:
+            g: shape (N, entries of c).
+            slope: ‖g‖, shape (N,).
+            margin: what a fall is compared with, shape (N,); it decides κ, and no bound depends on it otherwise.
+        """
+        terms = g.new_full((len(g), len(_TERMS)), math.inf)
+        some = ((margin > 0) & (margin < _NEAR * slope * self.layer.radius)).nonzero()[:, 0]
+        for part in some.split(_TOGETHER) if len(some) else ():
+            terms[part] = self.layer.terms(self._values(part), g[part], margin[part])
+        return Fall(terms)
+
+    def _values(self, part: Tensor) -> Values:
+        places = self.places[part.to(self.places.device)].tolist()
+        missing = [place for place in places if place not in self.known]
+        if missing:
+            self.known.update(zip(missing, self.layer.values(self.images[missing]), strict=True))
+        values, *errors = zip(*(self.known[place] for place in places), strict=True)
+        joined = {node: torch.cat([each[node] for each in values]) for node in values[0]}
+        error, at_end = map(torch.cat, errors)
+        return joined, error, at_end
 
 
 class Fall:

@@ -218,7 +218,7 @@ class RivalMargin:
         self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
         self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None
-        self.fall = None if at.layer is None else at.layer.fall(at.images, at_source, self.slope, self.margin)
+        self.fall = None if at.layer is None else at.layer.fall(at_source, self.slope, self.margin)
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
         at, (rivals, predicted, _) = self.at, self._rivalry

@@ -197,7 +197,8 @@ class Anchored:
                 # Norms that are the same for all images are computed once, and every image is charged by both finders.
                 self.quick = copy.copy(self.finder)
                 self.quick.effort = choice.quick
-        at = Linearization(self.quick or self.finder, images, progress, ledger=ledger, layer=self.layer)
+        layer = None if self.layer is None else self.layer.at(images)
+        at = Linearization(self.quick or self.finder, images, progress, ledger=ledger, layer=layer)
         return Anchor(self, at, progress)
 
 
@@ -286,7 +287,7 @@ class Anchor:
         undecided = ((best <= eps) & possible & (best * _HOPELESS > eps)).nonzero()[:, 0]
         if len(undecided):
             ledger = at.norms.ledger.only(undecided).part("whole")
-            images, layer = at.images[undecided, 0], self.method.layer
+            images, layer = at.images[undecided, 0], None if at.layer is None else at.layer.only(undecided)
             whole = Linearization(self.method.finder, images, self.progress, ledger=ledger, layer=layer)
             more, _ = _examined(whole, predicted[undecided], margins[undecided], limit, eps)
             best[undecided] = torch.maximum(best[undecided], more)

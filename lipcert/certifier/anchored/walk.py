@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Remainder
-from lipcert.certifier.anchored.layer import Layer
+from lipcert.certifier.anchored.layer import LayerAt
 from lipcert.certifier.anchored.network import Network, Stage
 from lipcert.certifier.anchored.norms import LARGEST, NORM, NormFinder, NormProgress, Seminorm, SeminormKind
 from lipcert.certifier.anchored.plan import NormPlan
@@ -167,7 +167,7 @@ class Linearization:
         progress: called with (norms computed, norms in total).
         widths: the widths of the secants, each of shape (N, 1); 0 by default.
         ledger: the ledger of the images; a new one by default.
-        layer: the last layer before the perturbed value (:mod:`.layer`).
+        layer: the last layer before the perturbed value (:mod:`.layer`), at the images.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Linearization:
         progress: NormProgress | None = None,
         widths: Mapping[Node, Tensor] | None = None,
         ledger: Ledger | None = None,
-        layer: Layer | None = None,
+        layer: LayerAt | None = None,
     ):
         self.finder = finder
         ledger = finder.ledger(len(images)) if ledger is None else ledger
@@ -222,6 +222,7 @@ class Linearization:
         part.values = {} if walked else {node: value[index] for node, value in self.values.items()}
         part.uncertain = self.uncertain[index]
         part.rounding = self.rounding.only(index, part)
+        part.layer = None if self.layer is None or walked else self.layer.only(index)
         return part
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm = NORM) -> Tensor | float:
