@@ -36,8 +36,8 @@ FOOT = """
   noise, not about the network itself, and fails with probability at most 0.001 per image. Not comparable with others.
 - *no bound*: the product that CertViT computes for vision transformers leaves out some of their operations.
 - "DDPM": trained with images of a diffusion model in addition.
-- "Prach et al. 2024, logs": the last epoch of the training logs that come with the authors' code for "1-Lipschitz Layers
-  Compared" (arXiv 2311.16833); 24 hours of training each, and for each layer the size that certifies the most.
+- "Prach et al. 2024, logs": the last epoch of the training logs that come with the authors' code for "1-Lipschitz
+  Layers Compared" (arXiv 2311.16833); 24 hours of training each, and for each layer the size that certifies the most.
 """
 _CURVE = ("36/255", "48/255", "60/255", "72/255", "108/255")
 _LOGS = "Prach et al. 2024, logs"
@@ -56,7 +56,8 @@ BEYOND = f"""## Beyond {EPS}
 
 Certified accuracy at larger ε. The networks that are certified behind a cut were trained for {EPS}, and their
 certificates reach no further than the layers after the cut are nearly linear. Where fewer than 10,000 images were
-certified, they are the first of a fixed shuffle, and Wilson's 95 % confidence interval at {EPS} stands beside the share.
+certified, they are the first of a fixed shuffle, and Wilson's 95 % confidence interval at {EPS} stands beside the
+share.
 """
 COMMANDS = """## Commands
 

@@ -82,7 +82,7 @@ def certify(
     ] = None,
     denoiser: Denoiser = None,
 ) -> None:
-    """Certify images: no l2 perturbation of the pixels below the certified radius changes the prediction."""
+    """Certify images: no l2 perturbation of pixels within [0, 1] below the certified radius changes the prediction."""
     asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords["sigma"])]
     asked_pixels, asked_weights = pixels(), weights()
     if fail_under is not None and not 0 <= fail_under <= 1:

@@ -210,7 +210,7 @@ def _sigma_choice(
     loaded: Model, asked: CertifySettings, images: Images, out: Path | None, processes: Processes
 ) -> dict[str, Any]:
     """σ for ``--sigma auto`` with its record: chosen on images outside the run, or as the earlier run chose it."""
-    if out is not None and (earlier := sigma_choice_of(out)) is not None:
+    if out is not None and (earlier := sigma_choice_of(out, images.limit)) is not None:
         return earlier
     others = images.others(CHOOSING)
     if others is None:

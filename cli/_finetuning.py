@@ -166,7 +166,10 @@ def run(
                 ("model", str(source)),
                 ("images", f"{count} of {of.data}" + (f", split {images.split}" if images.split else "")),
                 (f"{what}, before", share(*before)),
-                (f"{what}, after", f"{share(*after)}, on training images"),
+                (
+                    f"{what}, after",
+                    f"{share(*after)}, on {'training' if validation is None else 'training and held-out'} images",
+                ),
                 *([] if validation is None else [("best epoch", f"{validation.epoch}, score {validation.best:.3f}")]),
                 ("written", str(path)),
                 ("certified", "not yet: run certify"),

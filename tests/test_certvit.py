@@ -1,5 +1,7 @@
 """The CertViT engines: exactness of projection and norms, optimality by duality, feasibility, statistics, workers."""
 
+import copy
+import dataclasses
 import json
 import math
 import os
@@ -23,6 +25,7 @@ from lipcert.certvit import (
     collect,
     constrain_blockwise,
     constrain_matrix,
+    parallel,
     solve_layers,
     stream,
 )
@@ -624,6 +627,17 @@ def test_finished_layers_of_other_tasks_or_damaged_files_do_not_count(tmp_path):
         path.write_bytes(path.read_bytes()[:-5])
     again = solve_layers(tasks(2, error=0.2), workers=0, resume_dir=tmp_path)
     assert all(torch.equal(again[name]["spectral"].weight, harder[name]["spectral"].weight) for name in again)
+
+
+def test_other_data_with_the_same_trace_are_another_task():
+    (one, *_) = tasks(1)
+    moments = one.data
+    turned = copy.copy(moments)
+    turned.second = moments.second.flip(-1, -2)
+    assert float(turned.second.diagonal(0, -2, -1).sum()) == pytest.approx(
+        float(moments.second.diagonal(0, -2, -1).sum())
+    )
+    assert parallel._fingerprint(one) != parallel._fingerprint(dataclasses.replace(one, data=turned))
 
 
 def test_parallel_refuses_bad_input(tmp_path):

@@ -699,3 +699,30 @@ def test_certificates_are_those_of_each_image_alone(name):
     assert torch.equal(certifier.run(images).predicted, alone[:4].argmax(1))
     with pytest.raises(LipcertError, match="batch"):
         certifier.run(images.repeat(2, 1, 1, 1))
+
+
+# What a hook multiplies by, in a network whose certifier exists already.
+FACTORS = {
+    "number": (lambda: {"by": 1.0}, lambda held: held.update(by=50.0)),
+    "tensor": (lambda: {"by": torch.tensor(1.0).double()}, lambda held: held["by"].fill_(50.0)),
+    "another tensor": (lambda: {"by": torch.tensor(1.0)}, lambda held: held.update(by=torch.tensor(50.0))),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("method", ["gloro", "staged"])
+def test_logits_and_bounds_are_of_one_network(name, method):
+    make, change = FACTORS[name]
+    held = make()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
+    net[1].register_forward_hook(lambda module, inputs, output: output * held["by"])
+    certifier = Certifier(lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2)), 0.01, method)
+    images = torch.rand(2, 3, 2, 2)
+    before = certifier.run(images).radius
+    change(held)
+    if name == "tensor":
+        with pytest.raises(LipcertError, match="has changed since its certifier was made"):
+            certifier.run(images)
+    else:
+        assert torch.equal(certifier.run(images).radius, before)

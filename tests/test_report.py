@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import typer
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ import lipcert
 from lipcert.cli._report import report as command
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
-from lipcert.report import _build, _figures, model_card, read_runs, remarks, to_html, write
+from lipcert.report import _build, _card, _figures, model_card, read_runs, remarks, to_html, write
 from lipcert.report._curves import attack_curve, certified_curve, share_above, span
 from lipcert.report._words import promises, radius
 from lipcert.results import wilson
@@ -504,15 +505,26 @@ def test_the_card_is_what_hubs_read(results, tmp_path):
 
 
 def test_the_code_of_a_card_certifies_as_the_run_did(results, tmp_path):
-    run(results(time=2.5, dtype="float32"), "--card", "README.md")
-    card = (tmp_path / "README.md").read_text()
-    assert f"limit={len(ROWS)}).batches({len(ROWS)})" in card
-    assert ", dtype='float32', time=2.5)" in card
+    (one,) = read_runs([results(time=2.5, dtype="float32")])
+    code = _card._snippet(one, Path("mine.safetensors"))
+    assert "lipcert.load('mine.safetensors')" in code
+    assert f"limit={len(ROWS)}).batches({len(ROWS)})" in code
+    assert ", dtype='float32', time=2.5)" in code
+
+
+def test_a_card_without_an_artifact_shows_the_command(results, tmp_path):
+    run(results(command="lipcert certify resnet10t --checkpoint /home/someone/w.pth --mean 0.5"), "--card", "README.md")
+    code = (tmp_path / "README.md").read_text().partition("## Reproduce")[2]
+    assert "lipcert certify resnet10t --checkpoint path/to/w.pth --mean 0.5" in code
+    run(results(name="p", command="lipcert.certify"), "--card", "p.md")
+    code = (tmp_path / "p.md").read_text().partition("## Reproduce")[2]
+    assert "lipcert.load" not in code
+    assert "lipcert.certify(model, images, labels, eps=" in code
 
 
 def test_each_model_has_a_card(results, tmp_path):
     paths = [results(), results(name="b", weights="1"), results(ROWS[:2], name="c")]
-    with pytest.raises(InputError, match="different weights: r, b"):
+    with pytest.raises(InputError, match="of different ones: r, b"):
         model_card(read_runs(paths[:2]))
     run(*paths, "--card", "card.md", "--html", "page.html")
     cards = {path.name: ModelCard(path.read_text()) for path in tmp_path.glob("*.md")}
@@ -576,3 +588,39 @@ def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monke
     refused = CliRunner().invoke(app, ["report", "r.jsonl", "--card", "card.md"])
     assert (refused.exit_code, Path("card.md").exists()) == (2, False)
     assert "a card is about perturbations of the pixels" in refused.stderr
+
+
+def test_the_best_sigma_has_no_interval_and_the_failure_probability_of_all(results):
+    paths = []
+    for sigma in (0.12, 0.25):
+        words = {
+            "method": "smoothing",
+            "rigor": "probabilistic(0.001)",
+            "holds_for": f"smoothed({sigma})",
+            "abstained": False,
+        }
+        paths.append(results([row(0, 0.3, **words)], name=f"s{sigma}", method="smoothing", sigma=sigma))
+    columns, rows = _build.overview(read_runs(paths), [(0.25, "0.25")])
+    best = dict(zip(columns, rows[-1], strict=True))
+    assert (best["results"], best["95 % CI"], best["δ"]) == ("best σ", "–", "0.002")
+
+
+def test_a_part_of_a_run_is_called_so(results):
+    (run,) = read_runs([results(name="r.shard-1-of-4")])
+    assert any("part 1 of 4 of a run" in note for note in run.notes)
+
+
+def test_weights_that_other_code_runs_are_another_model(tmp_path):
+    model = lipcert.load("digits-vit")
+    images = torch.rand(2, *model.input_size)
+    lipcert.certify(model, images, eps=0.1, method="gloro").save(tmp_path / "a.jsonl")
+    model.net.global_pool = "max"
+    lipcert.certify(model, images, eps=0.1, method="gloro").save(tmp_path / "b.jsonl")
+    own, changed = read_runs([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    assert own.weights_hash == changed.weights_hash
+    assert "# digits-vit" in str(model_card([own]))
+    assert "digits" not in str(model_card([changed])).partition("# ")[2].splitlines()[0]
+    with pytest.raises(InputError, match="different ones"):
+        model_card([own, changed])
+    with pytest.raises(InputError, match="computes something else"):
+        lipcert.save(model, tmp_path / "m.safetensors")

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lipcert
 from lipcert.certifier import Certificates
 from lipcert.errors import InputError
 from lipcert.inputs.data import Batch, image_hash
@@ -295,3 +296,13 @@ def test_reading_rows_changes_no_file(tmp_path):
 def test_no_images_have_no_share() -> None:
     assert share(0, 0) == "0 of 0"
     assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_labels_belong_to_a_file_of_results(tmp_path):
+    model = lipcert.load(None)
+    images, labels = torch.rand(2, *model.input_size), torch.tensor([1, 2])
+    path = lipcert.certify(model, images, labels, eps=0.1, method="gloro").save(tmp_path / "r.jsonl")
+    other = lipcert.certify(model, images, labels + 1, eps=0.1, method="gloro")
+    with pytest.raises(InputError, match="another data"):
+        other.save(path)
+    assert [row["label"] for row in map(json.loads, path.read_text().splitlines())] == [1, 2]

@@ -1,4 +1,4 @@
-"""Certificates: radii within which no ℓ2 perturbation of the pixels changes a prediction.
+"""Certificates: radii within which no ℓ2 perturbation of the pixels within [0, 1] changes a prediction.
 
 A :class:`Certifier` computes the bounds of a model once and then certifies batch after batch. :func:`lipcert.certify`
 creates one and applies it to images.

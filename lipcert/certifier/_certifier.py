@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
@@ -27,7 +28,7 @@ from lipcert.errors import (
     UnsupportedOperation,
     first_line,
 )
-from lipcert.graph import ONE_LOGIT, across_types, confirm, examine, only_in, outputs_of
+from lipcert.graph import ONE_LOGIT, Graph, across_types, confirm, examine, only_in, outputs_of
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Rigor
@@ -119,6 +120,7 @@ class Certifier:
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
             )
         self._compared, self._seed = 0, seed_of(self.model)
+        self._outside = [(tensor, tensor.clone()) for tensor in _not_of(self.model, self.analysis.graph)]
         flops, size = forward_pass(self.model, self.analysis)
         self.nominal = NominalMargins(self.model, self.analysis, prove=flops <= _WORK_OF_A_PROOF)
         self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal, flops, size)
@@ -210,6 +212,8 @@ class Certifier:
 
     @torch.no_grad()
     def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
+        if not all(_equal(tensor, before) for tensor, before in self._outside):
+            raise InputError("the network has changed since its certifier was made; make another Certifier")
         images = images.to(self.model.device, torch.float64).contiguous()  # otherwise views of them may be copies
         logits = self._logits(images)
         if not self._compared and len(images):
@@ -265,8 +269,11 @@ class Certifier:
         )
 
     def _logits(self, images: Tensor) -> Tensor:
-        """The logits, shape (N, classes), of each image alone: all bounds are for the graph of one image."""
-        alone = [self.model(image) for image in images.split(1)]
+        """The logits, shape (N, classes), of each image alone: all bounds are for the graph of one image.
+
+        The graph computes them, with the numbers that forward code or hooks had when it was captured.
+        """
+        alone = [self.analysis.graph.replay(image) for image in images.split(1)]
         return torch.cat(alone) if alone else images.new_zeros(0, self.analysis.output.shape[1])
 
     def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
@@ -398,6 +405,18 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
         raise
     except UnsupportedOperation as error:
         raise InputError(f"there is no bound on rounding in {dtype}: {error}; use dtype real") from error
+
+
+def _not_of(model: Model, graph: Graph) -> list[Tensor]:
+    """The tensors that a graph reads and a copy of its network does not hold, such as those of closures in hooks."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    read = [leaf for node in graph.nodes for leaf in tree_leaves((node.args, dict(node.kwargs)))]
+    return [leaf for leaf in read if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in held]
+
+
+def _equal(tensor: Tensor, other: Tensor) -> bool:
+    """Whether all numbers are the same; NaN is the same as NaN."""
+    return tensor.shape == other.shape and bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None) -> None:

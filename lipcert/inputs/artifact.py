@@ -378,11 +378,17 @@ def check_rebuilds(model: Model) -> None:
             f"the network is no longer {model.source['name']} with its recorded surgery, so a file cannot rebuild it; "
             "change it with lipcert's functions only and save what they return, or save its state_dict() yourself"
         )
-    if model.presumed and not _agrees(net, model):
+    if _agrees(net, model):
+        return
+    if model.presumed:
         raise InputError(
             f"timm builds another network for {model.source['name']} than this module is, so a file cannot rebuild it; "
             "give the arguments it was made with: lipcert.save(..., arguments={...}), or load it by name"
         )
+    raise InputError(
+        f"the network computes something else than {model.source['name']} with its recorded surgery, as after a change "
+        "of its attributes, hooks or methods, so a file cannot rebuild it; undo that, or save its state_dict() yourself"
+    )
 
 
 def _rebuilds(model: Model, arguments: Mapping[str, Any]) -> bool:

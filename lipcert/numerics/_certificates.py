@@ -23,7 +23,8 @@ class Certificates:
     Attributes:
         predicted: class of the largest logit, int64, shape (N,).
         margin: largest logit minus the second largest, float64, shape (N,).
-        radius: no perturbation of the pixels with ℓ2 norm smaller than this changes ``predicted``; float64, shape (N,),
+        radius: no perturbation of ℓ2 norm smaller than this that leaves the pixels in [0, 1] changes ``predicted``;
+            float64, shape (N,),
             rounded down.
         certified: whether ``radius`` is larger than ε; bool, shape (N,).
         method: the method that gave the radius, N names.
@@ -84,7 +85,7 @@ class Certificates:
         try:
             # Rounded to nearest: a radius, which is a float64, that is larger is larger than ε itself.
             value = float(Fraction(eps) if isinstance(eps, str) else eps)
-        except (ValueError, ZeroDivisionError, OverflowError):
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError):
             value = math.nan
         if not value >= 0:
             raise InputError(f"eps must be a number, at least 0, got {eps!r}; for example 36/255, 0.5 or 1e-3")

@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lipcert.inputs.checkpoints import checkpoints
 from lipcert.results import Run
+from lipcert.results._rows import same_logits
 
 
 def artifact_of(run: Run) -> Path | None:
-    """The file with the run's weights: a local artifact named in its command, or one of lipcert's; otherwise None."""
+    """The file of the run's model: a local artifact named in its command, or one of lipcert's; otherwise None."""
     from lipcert.inputs.artifact import is_artifact, read_metadata  # they import torch
 
     for path in (*(Path(word) for word in command_of(run) if is_artifact(word)), *shipped()):
-        if read_metadata(path)["weights_hash"] == run.weights_hash:
+        if read_metadata(path)["weights_hash"] == run.weights_hash and _same(run.example_logits, _logits_of(path)):
             return path
     return None
+
+
+@cache
+def _logits_of(path: Path) -> list[list[float]]:
+    """The logits of a file's model on the example images: the weights may have been run by other code."""
+    from lipcert.graph import identity_of_code
+    from lipcert.inputs.loading import load
+
+    return identity_of_code(load(path))[1]
+
+
+def _same(logits: Any, others: Any) -> bool:
+    return logits is None or others is None or same_logits(logits, others)
+
+
+def by_model(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs of each model: those with the same weights and the same logits on the example images."""
+    groups: list[list[Run]] = []
+    for run in runs:
+        for group in groups:
+            first = group[0]
+            if first.weights_hash == run.weights_hash and _same(first.example_logits, run.example_logits):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return groups
 
 
 def command_of(run: Run) -> list[str]:

@@ -76,7 +76,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]:
     """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first.
 
-    δ is 0 if all radii are deterministic. After the runs there is a row for the best σ of each family.
+    δ is 0 if all radii are deterministic. After the runs there is a row for the best σ of each family. It is chosen
+    after the draws, so its certificates hold unless one of the family is false: the δ add up, and there is no interval.
     """
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
     smoothed = any(run.smoothed for run in runs)
@@ -105,7 +106,9 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
         for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run)):
             rows.append(row(run.name, run, value, typed, _median(run) or "–"))
         for family in families(runs):
-            rows.append(row("best σ", max(family, key=lambda run: run.certified_at(value)), value, typed, "–"))
+            best = row("best σ", max(family, key=lambda run: run.certified_at(value)), value, typed, "–")
+            changed = {"95 % CI": "–", "δ": f"{min(1.0, sum(run.delta for run in family)):g}"}
+            rows.append([changed.get(column, cell) for column, cell in zip(columns, best, strict=True)])
     return columns, rows
 
 
@@ -147,6 +150,7 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
         "results": str(run.path),
         "model": run.network,
         "weights_hash": run.weights_hash,
+        "perturbed": run.perturbed,
         "images": len(run),
         **({"correct": counted(run.correct)} if run.labelled else {}),
         "at": at,
@@ -240,7 +244,8 @@ def sentence(run: Run, eps: Eps) -> str:
     what = "classified correctly and certified" if run.labelled else "certified"
     by = "the smoothed classifier" if run.smoothed else "the network"
     text = f"{run.name}: {certified} of {count} images ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "
-    text += f"no ℓ2 perturbation of {run.perturbed} up to ε changes the class that {by} predicts ({run.rigor})."
+    within = "" if run.inside else " within [0, 1]"
+    text += f"no ℓ2 perturbation of {run.perturbed}{within} up to ε changes the class that {by} predicts ({run.rigor})."
     if run.labelled:
         what = "have the correct top class" if run.smoothed else "are classified correctly"
         text += f" Without perturbation, {run.correct} ({100 * run.correct / count:.1f} %) {what}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from lipcert.errors import InputError
-from lipcert.report._artifact import artifact_of, command_of, shipped, title
+from lipcert.report._artifact import artifact_of, by_model, command_of, shipped, title
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import about, promises
@@ -37,9 +38,9 @@ def model_card(
     Raises:
         InputError: the results belong to more than one model, or are not about perturbations of the pixels.
     """
-    if len({run.weights_hash for run in runs}) > 1:
+    if len(by_model(runs)) > 1:
         names = ", ".join(run.name for run in runs)
-        raise InputError(f"a card describes one model, but these results are of different weights: {names}")
+        raise InputError(f"a card describes one model, but these results are of different ones: {names}")
     for run in runs:
         if run.inside:
             raise InputError(
@@ -90,18 +91,6 @@ def model_info(run: Run) -> dict[str, Any]:
     }
 
 
-def _denoising(run: Run) -> str:
-    """The lines of code that put the run's denoiser in front of its network."""
-    lines = ""
-    for step in run.summary["model"]["recipe"]:
-        if step["step"] == "denoise":
-            place, _, maker = str(step["denoiser"]).rpartition(":")
-            denoiser = f"{maker}(), {step['denoiser']!r}" if place else repr(maker)
-            lines += f"from {place} import {maker}\n" if place else ""
-            lines += f"model = lipcert.smoothing.Denoised(model, {denoiser})\n"
-    return lines
-
-
 def _hub_data(run: Run) -> list[str]:
     """Hub names of the data sets used for surgery, training and certification."""
     steps = [step.get("data") for step in run.summary["model"]["recipe"]]
@@ -128,18 +117,25 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     ]
     parts += [heading(2, "The model"), table(("", ""), origin, numbers=False)]
     parts += [heading(2, "What these figures mean"), items(promises(runs)), heading(2, "Reproduce")]
-    return "\n\n".join([*parts, code(_snippet(first, artifact)), MARK])
+    return "\n\n".join([*parts, code(_snippet(first, artifact) if artifact else _command(first)), MARK])
 
 
-def _snippet(run: Run, artifact: Path | None) -> str:
+def _command(run: Run) -> str:
+    """The command of a run, without folders of absolute paths; for a run in Python, what reproduces it."""
+    words = command_of(run)
+    if words[:1] != ["lipcert"]:
+        return f"lipcert.certify(model, images, labels, eps={run.eps_typed!r})  # the weights have the SHA-256 above"
+    return shlex.join(f"path/to/{os.path.basename(word)}" if os.path.isabs(word) else word for word in words)
+
+
+def _snippet(run: Run, artifact: Path) -> str:
     """Python code that loads the model and certifies some images again."""
     smoothing = "".join(f", {key}={value!r}" for key, value in run.noise.items())
     method = f', method="smoothing"{smoothing}' if run.smoothed else _options(run)
-    source = shipped().get(artifact, artifact.name) if artifact else run.network
+    source = shipped().get(artifact, artifact.name)
     spec = str(run.summary.get("data", {}).get("spec"))
     images = None if spec == "bundled" else f"path/to/{os.path.basename(spec)}" if os.path.isabs(spec) else spec
     lines = ["import lipcert", "from lipcert.inputs.data import open_images", "", f"model = lipcert.load({source!r})"]
-    lines += [] if artifact else _denoising(run).splitlines()
     few = min(8, len(run))
     lines += [f"batch = next(open_images({images!r}, model, limit={few}).batches({few}))"]
     eps = ",".join(typed for _, typed in run.every_eps)

@@ -12,7 +12,7 @@ from pathlib import Path
 from lipcert.errors import InputError
 from lipcert.inputs.files import replacing
 from lipcert.report import _figures
-from lipcert.report._artifact import artifact_of, title
+from lipcert.report._artifact import artifact_of, by_model, title
 from lipcert.report._build import Eps, report
 from lipcert.report._card import model_card, model_info
 from lipcert.report._markdown import MARK
@@ -91,15 +91,13 @@ def write(
 
 def cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
     """The card file of each model, with the model's runs."""
-    models: dict[str, list[Run]] = {}
-    for run in runs:
-        models.setdefault(run.weights_hash, []).append(run)
+    models = by_model(runs)
     if len(models) == 1:
         return {path: list(runs)}
-    names = [re.sub(r"[^\w.-]+", "-", same_model[0].name) for same_model in models.values()]
+    names = [re.sub(r"[^\w.-]+", "-", same_model[0].name) for same_model in models]
     return {
         path.with_name(f"{path.stem}-{name}{path.suffix}"): same_model
-        for name, same_model in zip(names, models.values(), strict=True)
+        for name, same_model in zip(names, models, strict=True)
     }
 
 

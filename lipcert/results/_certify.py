@@ -141,13 +141,14 @@ class _TensorImages(Images):
 
     stored = True
 
-    def __init__(self, hashes: Sequence[str], labelled: bool):
+    def __init__(self, hashes: Sequence[str], labels: Tensor | None):
         super().__init__("images given in Python", total=len(hashes), limit=None)
-        self.hashes, self.labelled = hashes, labelled
+        self.labelled = labels is not None
+        self.contents = [*hashes, *([] if labels is None else map(str, labels.tolist()))]
 
     @property
     def digest(self) -> str | None:
-        return hashlib.sha256("\n".join(self.hashes).encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.contents).encode()).hexdigest()
 
 
 Pixels = Tensor | np.ndarray | Iterable[Any]
@@ -165,7 +166,7 @@ def certify(
     memory: float | str | None = None,
     **settings: Unpack[CertifyOptions],
 ) -> Result | SmoothedResult:
-    """Certifies which predictions no ℓ2 perturbation of the pixels up to ε changes.
+    """Certifies which predictions no ℓ2 perturbation of the pixels within [0, 1] up to ε changes.
 
     Method ``"smoothing"`` accepts any network. It certifies another function, the network's smoothed classifier.
 
@@ -214,7 +215,7 @@ def certify(
     if not parts:
         raise InputError("there are no images; give a tensor of shape (N, C, H, W), or an iterable of such batches")
     joined = Certificates.join(parts)
-    about = describe(model, _TensorImages(hashes, joined.labels is not None), certifier, "lipcert.certify")
+    about = describe(model, _TensorImages(hashes, joined.labels), certifier, "lipcert.certify")
     columns = {one.name: getattr(joined, one.name) for one in fields(joined)}
     kind = SmoothedResult if smoothed else Result
     return kind(**columns, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)

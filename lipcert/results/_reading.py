@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -49,6 +50,8 @@ class Run(Tally):
             self.notes.append(f"{path}: the last row is half-written and left out")
         if not summary.get("complete", True):
             self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images")
+        if part := re.fullmatch(r".+\.shard-(\d+)-of-(\d+)", path.stem):
+            self.notes.append(f"{path}: part {part[1]} of {part[2]} of a run, whose images may not be like the others")
 
     @property
     def eps(self) -> float:
@@ -119,6 +122,11 @@ class Run(Tally):
     def weights_hash(self) -> str:
         """SHA-256 of the weights."""
         return str(self.summary["model"].get("weights_hash", ""))
+
+    @property
+    def example_logits(self) -> Any:
+        """The model's logits on fixed example images; None in files that have none."""
+        return self.summary.get("example_logits")
 
     @property
     def network(self) -> str:
@@ -362,10 +370,22 @@ def _summary(path: Path) -> Mapping[str, Any]:
     return dict(summary)
 
 
-def sigma_choice_of(path: Path) -> dict[str, Any] | None:
-    """How an earlier start of a run chose σ, from its summary; None if there is none or it was given."""
-    choice = _summary(path).get("sigma_choice") if os.path.exists(summary_path(path)) else None
-    return dict(choice) if isinstance(choice, dict) and "sigma" in choice else None
+def sigma_choice_of(path: Path, limit: int | None) -> dict[str, Any] | None:
+    """How an earlier start of a run chose σ, from its summary; None if there is none or it was given.
+
+    Raises:
+        InputError: with this limit the run certifies images that σ was chosen on.
+    """
+    summary = _summary(path) if os.path.exists(summary_path(path)) else {}
+    choice, before = summary.get("sigma_choice"), summary.get("limit")
+    if not isinstance(choice, dict) or "sigma" not in choice:
+        return None
+    if before is not None and (limit is None or limit > before):
+        raise InputError(
+            f"{path}: sigma {choice['sigma']:g} was chosen on images after the first {before}, which a larger --limit "
+            "would certify; give another --out"
+        )
+    return dict(choice)
 
 
 def _pairs(entries: Mapping[str, Any]) -> list[str]:

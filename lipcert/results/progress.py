@@ -211,18 +211,21 @@ def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: 
 
 
 def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) -> None:
-    """Refuses to continue if an image has changed since its row was written, or is none of this run."""
-    hashes = {row["index"]: row.get("image") for row in rows}
-    if not hashes:
+    """Refuses to continue if an image or its label has changed since its row was written, or is none of this run."""
+    remaining = {row["index"]: row for row in rows}
+    if not remaining:
         return
-    for batch in images.batches(1, only=hashes.keys()):
-        if hashes.pop(batch.indices[0]) != batch.hashes[0]:
-            name = batch.files[0] if batch.files and batch.files[0] else batch.indices[0]
+    for batch in images.batches(1, only=remaining.keys()):
+        row = remaining.pop(batch.indices[0])
+        name = batch.files[0] if batch.files and batch.files[0] else batch.indices[0]
+        if row.get("image") != batch.hashes[0]:
             raise InputError(f"{out} holds a row about another image {name} than the data has now; give another --out")
-        if not hashes:
+        if row.get("label") != (None if batch.labels is None else int(batch.labels[0])):
+            raise InputError(f"{out} holds another label of image {name} than the data has now; give another --out")
+        if not remaining:
             return
     raise InputError(
-        f"{out} has rows of images that this run leaves out ({len(hashes)}); give another --out or --limit"
+        f"{out} has rows of images that this run leaves out ({len(remaining)}); give another --out or --limit"
     )
 
 
