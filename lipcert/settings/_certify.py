@@ -165,8 +165,8 @@ class CertifySettings:
         linearised = self.method == STAGED or self.method in LINEARISED
         if self.at is not None and (not linearised or self.dtype != "real" or self.attack is not None):
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
-        if "" in (self.at, self.smooth_at):
-            raise InputError("at and smooth_at name a module, such as patch_embed")
+        if self.at == "":
+            raise InputError("at names a module, such as patch_embed")
         if self.passes is not None and not (isinstance(self.passes, Real) and 0 < self.passes < math.inf):
             raise InputError(f"passes must be a positive number of forward passes, got {self.passes}")
         if self.passes is not None and not linearised:
