@@ -115,8 +115,10 @@ def keep(name: str, result: dict[str, Any]) -> None:
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     of_more = known.get(name, result)
     if of_more["images"] > result["images"]:
-        more = {key: result[key] for key in ("autoattack",) if key in result}
-        result = of_more | {"curve": {key: result[key] for key in ("images", "clean", "certified")}} | more
+        more = {"autoattack": result["autoattack"]} if "autoattack" in result else {}
+        if len(result["certified"]) > 1:
+            more["curve"] = {key: result[key] for key in ("images", "clean", "certified")}
+        result = of_more | more
     RESULT.write_text(json.dumps({**known, name: result}, indent=1) + "\n")
 
 
