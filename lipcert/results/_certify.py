@@ -62,6 +62,8 @@ class _Viewable(Certificates):
         what = f"{certified} of {len(self)} certified at {self.about.get('eps_typed', self.eps)}"
         if len(self) and (accuracy := self.certified_accuracy) is not None:
             what += f", certified accuracy {100 * accuracy:.1f} %"
+        if (place := self.about.get("at")) is not None:
+            what += f", for perturbations of the output of {place}"
         return f"<{type(self).__name__}: {what}>"
 
     def _repr_html_(self) -> str:
