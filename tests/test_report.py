@@ -620,3 +620,15 @@ def test_weights_that_other_code_runs_are_another_model(tmp_path):
         model_card([own, changed])
     with pytest.raises(InputError, match="computes something else"):
         lipcert.save(model, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"data": "x"}, {"environment": [1]}, {"class_names": [1]}, {"bound": "x"}, {"further_eps": 5}, {"command": "a 'b"}]
+    + [{"model": {"source": {}}}, {"model": {"recipe": [], "source": "x"}}, {"complete": "no"}],
+)
+def test_a_damaged_summary_is_refused_in_one_line(results, changes):
+    path = results()
+    beside = path.with_suffix(".summary.json")
+    beside.write_text(json.dumps({**json.loads(beside.read_text()), **changes}))
+    assert "is not a summary of results" in refused(path)

@@ -6,9 +6,11 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -357,12 +359,25 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
     return Run(path, summary, rows, len(whole))
 
 
+# The kinds of entries of a summary, and of its model; each may be missing.
+_KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("data", "environment", "class_names", "bound", "preprocessing"), dict),
+    "further_eps": list, "command": (str, list), "complete": bool,
+}  # fmt: skip
+_KINDS_OF_MODEL = {"source": dict, "weights_hash": str}
+
+
 def _summary(path: Path) -> Mapping[str, Any]:
     beside = summary_path(path)
     try:
         summary = json.loads(beside.read_text(encoding="utf-8"))
-        if not (math.isfinite(summary["eps"]) and summary["eps"] > 0 and isinstance(summary["model"], dict)):
+        if not (math.isfinite(summary["eps"]) and summary["eps"] > 0 and isinstance(summary["model"]["recipe"], list)):
             raise ValueError("no ε or no model")
+        for entries, kinds in ((summary, _KINDS), (summary["model"], _KINDS_OF_MODEL)):
+            wrong = [name for name, kind in kinds.items() if not isinstance(entries.get(name), (kind, NoneType))]
+            if wrong:
+                raise ValueError(f"of another kind: {', '.join(wrong)}")
+        shlex.split(summary["command"]) if isinstance(summary.get("command"), str) else ()
     except OSError as error:
         raise InputError(f"{path} has no summary {beside.name} beside it; copy both, or give another file") from error
     except DAMAGED as error:
