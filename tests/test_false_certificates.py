@@ -3,6 +3,7 @@
 import contextlib
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -719,10 +720,38 @@ def test_logits_and_bounds_are_of_one_network(name, method):
     net[1].register_forward_hook(lambda module, inputs, output: output * held["by"])
     certifier = Certifier(lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2)), 0.01, method)
     images = torch.rand(2, 3, 2, 2)
+    certifier.run(images)
+    change(held)
+    for ask in (certifier.run, certifier.logit_bounds):
+        with pytest.raises(LipcertError, match="has changed since its certifier was made"):
+            ask(images)
+
+
+# Nothing to see at the first image, where the hook multiplies zeros; it reads the numbers of an array or of a slice.
+PLACES = {
+    "number": (lambda: {"by": 1.0}, lambda held: held.update(by=50.0), lambda held, z: z * held["by"]),
+    "slice": (
+        lambda: torch.tensor([0, 4]),
+        lambda held: held.add_(4),
+        lambda held, z: F.pad(z[:, held[0] : held[1]], (0, 12)),
+    ),
+    "array": (lambda: np.arange(4), lambda held: held.__iadd__(4), lambda held, z: F.pad(z[:, held], (0, 12))),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_change_that_the_first_image_does_not_show(name):
+    make, change, read = PLACES[name]
+    held = make()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 16, bias=False), nn.ReLU(), nn.Linear(16, 3)).double()
+    net[1].register_forward_hook(lambda module, inputs, output: read(held, output))
+    certifier = Certifier(lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2)), 0.01, "gloro")
+    images = torch.cat([torch.zeros(1, 3, 2, 2), torch.rand(1, 3, 2, 2)]).double()
     before = certifier.run(images).radius
     change(held)
-    if name == "tensor":
+    if name == "number":
+        assert torch.equal(certifier.run(images).radius, before)
+    else:
         with pytest.raises(LipcertError, match="has changed since its certifier was made"):
             certifier.run(images)
-    else:
-        assert torch.equal(certifier.run(images).radius, before)

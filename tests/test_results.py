@@ -303,6 +303,6 @@ def test_labels_belong_to_a_file_of_results(tmp_path):
     images, labels = torch.rand(2, *model.input_size), torch.tensor([1, 2])
     path = lipcert.certify(model, images, labels, eps=0.1, method="gloro").save(tmp_path / "r.jsonl")
     other = lipcert.certify(model, images, labels + 1, eps=0.1, method="gloro")
-    with pytest.raises(InputError, match="another data"):
+    with pytest.raises(InputError, match="another label of image 0"):
         other.save(path)
     assert [row["label"] for row in map(json.loads, path.read_text().splitlines())] == [1, 2]

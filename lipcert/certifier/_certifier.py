@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pickle import PickleError
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -28,7 +29,17 @@ from lipcert.errors import (
     UnsupportedOperation,
     first_line,
 )
-from lipcert.graph import ONE_LOGIT, Graph, across_types, confirm, examine, only_in, outputs_of
+from lipcert.graph import (
+    ONE_LOGIT,
+    Graph,
+    across_types,
+    close,
+    confirm,
+    examine,
+    only_in,
+    outputs_of,
+    without_fused_kernels,
+)
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Rigor
@@ -212,8 +223,6 @@ class Certifier:
 
     @torch.no_grad()
     def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
-        if not all(_equal(tensor, before) for tensor, before in self._outside):
-            raise InputError("the network has changed since its certifier was made; make another Certifier")
         images = images.to(self.model.device, torch.float64).contiguous()  # otherwise views of them may be copies
         logits = self._logits(images)
         if not self._compared and len(images):
@@ -272,8 +281,17 @@ class Certifier:
         """The logits, shape (N, classes), of each image alone: all bounds are for the graph of one image.
 
         The graph computes them, with the numbers that forward code or hooks had when it was captured.
+
+        Raises:
+            InputError: a tensor that the graph reads has changed since, or the network's logits of the first image.
         """
         alone = [self.analysis.graph.replay(image) for image in images.split(1)]
+        same = all(_equal(tensor, before) for tensor, before in self._outside)
+        if alone and self._compared:
+            with without_fused_kernels():
+                same &= close(self.model(images[:1]), alone[0], 1e-9)
+        if not same:
+            raise InputError("the network has changed since its certifier was made; make another Certifier")
         return torch.cat(alone) if alone else images.new_zeros(0, self.analysis.output.shape[1])
 
     def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
@@ -410,8 +428,19 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
 def _not_of(model: Model, graph: Graph) -> list[Tensor]:
     """The tensors that a graph reads and a copy of its network does not hold, such as those of closures in hooks."""
     held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    read = [leaf for node in graph.nodes for leaf in tree_leaves((node.args, dict(node.kwargs)))]
-    return [leaf for leaf in read if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in held]
+    read = [tensor for node in graph.nodes for tensor in _tensors_in((node.args, dict(node.kwargs)))]
+    return [tensor for tensor in read if tensor.untyped_storage().data_ptr() not in held]
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors and arrays in arguments, those that limit slices included."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, slice):
+            yield from _tensors_in((leaf.start, leaf.stop, leaf.step))
+        elif isinstance(leaf, np.ndarray):
+            yield torch.from_numpy(leaf)
+        elif isinstance(leaf, Tensor):
+            yield leaf
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:

@@ -33,7 +33,7 @@ def _logits_of(path: Path) -> list[list[float]]:
 
 
 def _same(logits: Any, others: Any) -> bool:
-    return logits is None or others is None or same_logits(logits, others)
+    return logits is None or others is None or same_logits(logits, others, 1e-3)
 
 
 def by_model(runs: Sequence[Run]) -> list[list[Run]]:
@@ -41,8 +41,10 @@ def by_model(runs: Sequence[Run]) -> list[list[Run]]:
     groups: list[list[Run]] = []
     for run in runs:
         for group in groups:
-            first = group[0]
-            if first.weights_hash == run.weights_hash and _same(first.example_logits, run.example_logits):
+            if all(
+                other.weights_hash == run.weights_hash and _same(other.example_logits, run.example_logits)
+                for other in group
+            ):
                 group.append(run)
                 break
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,30 +118,38 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
     ]
     parts += [heading(2, "The model"), table(("", ""), origin, numbers=False)]
     parts += [heading(2, "What these figures mean"), items(promises(runs)), heading(2, "Reproduce")]
-    return "\n\n".join([*parts, code(_snippet(first, artifact) if artifact else _command(first)), MARK])
+    again = _command(first) if artifact is None or _in_python(first) else _snippet(first, artifact)
+    return "\n\n".join([*parts, code(again), MARK])
+
+
+def _in_python(run: Run) -> bool:
+    return command_of(run) in ([], ["lipcert.certify"])
 
 
 def _command(run: Run) -> str:
-    """The command of a run, without folders of absolute paths; for a run in Python, what reproduces it."""
-    words = command_of(run)
-    if words[:1] != ["lipcert"]:
-        return f"lipcert.certify(model, images, labels, eps={run.eps_typed!r})  # the weights have the SHA-256 above"
-    return shlex.join(f"path/to/{os.path.basename(word)}" if os.path.isabs(word) else word for word in words)
+    """The command of a run, without folders of absolute paths; for a run in Python, the call."""
+    if _in_python(run):
+        return f"lipcert.certify(model, images, labels, {_settings(run)})  # the weights have the SHA-256 above"
+    return shlex.join(re.sub(r"^(.*=|\w+/)?/(?:[^/]*/)*([^/]*)$", r"\1path/to/\2", word) for word in command_of(run))
 
 
 def _snippet(run: Run, artifact: Path) -> str:
     """Python code that loads the model and certifies some images again."""
-    smoothing = "".join(f", {key}={value!r}" for key, value in run.noise.items())
-    method = f', method="smoothing"{smoothing}' if run.smoothed else _options(run)
     source = shipped().get(artifact, artifact.name)
     spec = str(run.summary.get("data", {}).get("spec"))
     images = None if spec == "bundled" else f"path/to/{os.path.basename(spec)}" if os.path.isabs(spec) else spec
     lines = ["import lipcert", "from lipcert.inputs.data import open_images", "", f"model = lipcert.load({source!r})"]
     few = min(8, len(run))
     lines += [f"batch = next(open_images({images!r}, model, limit={few}).batches({few}))"]
-    eps = ",".join(typed for _, typed in run.every_eps)
-    lines += [f'result = lipcert.certify(model, batch.images, batch.labels, eps="{eps}"{method})', "print(result)"]
+    lines += [f"result = lipcert.certify(model, batch.images, batch.labels, {_settings(run)})", "print(result)"]
     return "\n".join(lines)
+
+
+def _settings(run: Run) -> str:
+    """The arguments of ``lipcert.certify`` after images and labels."""
+    smoothing = "".join(f", {key}={value!r}" for key, value in run.noise.items())
+    eps = ",".join(typed for _, typed in run.every_eps)
+    return f'eps="{eps}"' + (f', method="smoothing"{smoothing}' if run.smoothed else _options(run))
 
 
 def _options(run: Run) -> str:

@@ -143,14 +143,13 @@ class _TensorImages(Images):
 
     stored = True
 
-    def __init__(self, hashes: Sequence[str], labels: Tensor | None):
+    def __init__(self, hashes: Sequence[str], labelled: bool):
         super().__init__("images given in Python", total=len(hashes), limit=None)
-        self.labelled = labels is not None
-        self.contents = [*hashes, *([] if labels is None else map(str, labels.tolist()))]
+        self.hashes, self.labelled = hashes, labelled
 
     @property
     def digest(self) -> str | None:
-        return hashlib.sha256("\n".join(self.contents).encode()).hexdigest()
+        return hashlib.sha256("\n".join(self.hashes).encode()).hexdigest()
 
 
 Pixels = Tensor | np.ndarray | Iterable[Any]
@@ -217,7 +216,7 @@ def certify(
     if not parts:
         raise InputError("there are no images; give a tensor of shape (N, C, H, W), or an iterable of such batches")
     joined = Certificates.join(parts)
-    about = describe(model, _TensorImages(hashes, joined.labels), certifier, "lipcert.certify")
+    about = describe(model, _TensorImages(hashes, joined.labels is not None), certifier, "lipcert.certify")
     columns = {one.name: getattr(joined, one.name) for one in fields(joined)}
     kind = SmoothedResult if smoothed else Result
     return kind(**columns, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)

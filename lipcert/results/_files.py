@@ -113,7 +113,14 @@ class ResultFile:
         Args:
             rows: the rows; rows of images that already have one are skipped.
             order: positions in the whole data set, in the order of the run; None for a stream.
+
+        Raises:
+            InputError: a row of the file has another label; or writing fails.
         """
+        labels = {row["index"]: row.get("label") for row in self.tally.rows}
+        for row in rows:
+            if labels.get(row["index"], row.get("label")) != row.get("label"):
+                raise InputError(f"{self.path} holds another label of image {row['index']}; give another file")
         new = {row["index"]: row for row in rows if row["index"] not in self.done}
         for index in sorted(new) if order is None else [index for index in order if index in new]:
             self.append(new[index])
