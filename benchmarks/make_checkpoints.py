@@ -49,11 +49,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.liresnet_cifar --data cifar10 --work liresnet",),
     },
     "cifar10-liresnet-smooth": {
-        "file": "cifar10_liresnet_smooth.safetensors", "curve": EPS,
+        "file": "cifar10_liresnet_smooth.safetensors", "curve": EPS, "card": 500,
         "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut",),
     },
     "cifar10-liresnet-w128": {
-        "file": "cifar10_liresnet_w128.safetensors",
+        "file": "cifar10_liresnet_w128.safetensors", "card": 500,
         "trained": ("python -m benchmarks.train_liresnet --data cifar10 --out liresnet-w128.safetensors",),
     },
     "cifar10-hybrid": {
