@@ -133,9 +133,8 @@ def _beyond() -> list[str]:
             (shares[3] or 0.0, (f"**lipcert** `{name}`", f"{one['images']:,}", _percent(100 * one["clean"]), *shown))
         )
     for name, (clean, *known) in _LAYERS_COMPARED.items():
-        shares = dict(zip(("36/255", "72/255", "108/255"), known, strict=True))
-        shown = [_percent(shares.get(eps)) for eps in _CURVE]
-        rows.append((shares["72/255"] / 100, (f"{name} ({_LOGS})", "all", _percent(clean), *shown)))
+        at = dict(zip(("36/255", "72/255", "108/255"), known, strict=True))
+        rows.append((at["72/255"] / 100, (f"{name} ({_LOGS})", "all", *map(_percent, (clean, *map(at.get, _CURVE))))))
     columns = ("network", "images", "clean", *_CURVE)
     return table(columns, [row for _, row in sorted(rows, key=lambda row: -row[0])])
 
