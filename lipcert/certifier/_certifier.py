@@ -285,7 +285,7 @@ class Certifier:
         Raises:
             InputError: a tensor that the graph reads has changed since, or the network's logits of the first image.
         """
-        alone = [self.analysis.graph.replay(image) for image in images.split(1)]
+        alone = [self.analysis.graph.replay(image) for image in images[:, None]]
         same = all(_equal(tensor, before) for tensor, before in self._outside)
         if alone and self._compared:
             with without_fused_kernels():

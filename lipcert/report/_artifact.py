@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lipcert.inputs.checkpoints import checkpoints
-from lipcert.results import Run
-from lipcert.results._rows import same_logits
+from lipcert.results import Run, same_logits
 
 
 def artifact_of(run: Run) -> Path | None:

@@ -10,7 +10,7 @@ from lipcert.results._certify import Result, SmoothedResult, certify
 from lipcert.results._files import ResultFile, shard_path, shards_of, summary
 from lipcert.results._metric import CertifiedAccuracy
 from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_choice_of, summary_path
-from lipcert.results._rows import rows
+from lipcert.results._rows import rows, same_logits
 from lipcert.results._statistics import Tally, interval, share, wilson
 
 __all__ = ["Result", "SmoothedResult"]
