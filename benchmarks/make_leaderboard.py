@@ -24,8 +24,10 @@ HEAD = f"""# Leaderboard: CIFAR-10, ℓ2, ε = {EPS}
 
 Certified accuracy is the share of test images that are classified correctly and whose class no perturbation of ℓ2 norm
 up to ε changes, with pixels in [0, 1]. Made by `benchmarks/make_leaderboard.py`. Networks of lipcert name the
-measurement that they are from; their training minutes are those of one core. PGD is given where it attacked all
-certified images. The other entries are as their sources report them, on the whole test set; none was run again.
+measurement that they are from; their training minutes are those of one core. Where fewer than 10,000 images were
+certified, they are the first of a fixed shuffle, and the 95 % confidence interval (Wilson) of the certified share is
+given. PGD is given where it attacked all certified images. The other entries are as their sources report them, on the
+whole test set; none was run again.
 """
 FOOT = """
 - *global*: a Lipschitz constant of the whole network; *local*: one that is valid near the image; *1-Lipschitz*: layers
@@ -55,9 +57,7 @@ _LAYERS_COMPARED = {
 BEYOND = f"""## Beyond {EPS}
 
 Certified accuracy at larger ε. The networks that are certified behind a cut were trained for {EPS}, and their
-certificates reach no further than the layers after the cut are nearly linear. Where fewer than 10,000 images were
-certified, they are the first of a fixed shuffle, and Wilson's 95 % confidence interval at {EPS} stands beside the
-share.
+certificates reach no further than the layers after the cut are nearly linear.
 """
 COMMANDS = """## Commands
 
@@ -127,11 +127,8 @@ def _beyond() -> list[str]:
         one = one.get("curve", one)
         shares = [one["certified"].get(eps) for eps in _CURVE]
         shown = [_percent(None if share is None else 100 * share) for share in shares]
-        if one["images"] < ALL:
-            shown[0] += f" ({interval(round(shares[0] * one['images']), one['images'])})"
-        rows.append(
-            (shares[3] or 0.0, (f"**lipcert** `{name}`", f"{one['images']:,}", _percent(100 * one["clean"]), *shown))
-        )
+        counted = _counted(shares[0], one["images"])
+        rows.append((shares[3] or 0.0, (f"**lipcert** `{name}`", counted, _percent(100 * one["clean"]), *shown)))
     for name, (clean, *known) in _LAYERS_COMPARED.items():
         at = dict(zip(("36/255", "72/255", "108/255"), known, strict=True))
         rows.append((at["72/255"] / 100, (f"{name} ({_LOGS})", "all", *map(_percent, (clean, *map(at.get, _CURVE))))))
@@ -183,21 +180,27 @@ def _ours() -> Iterator[Entry]:
         row = zoo[name]
         yield Entry(
             f"**lipcert** `{name}`{more}", kind, 100 * row["clean"], _pgd(row), 100 * row["certified"],
-            "`certified.json`", row["parameters"] / 1e6, f"{row['images']:,}", minutes.get(name),
+            "`certified.json`", row["parameters"] / 1e6, _counted(row["certified"], row["images"]), minutes.get(name),
         )  # fmt: skip
     kinked = read("kinked_cut")["cifar10-liresnet"]
     yield Entry(
         "**lipcert** `cifar10-liresnet`", "global, or anchored after a Lipschitz prefix (δ ≤ 1e-9)",
         100 * kinked["clean"] / kinked["images"], None, 100 * kinked["staged"] / kinked["images"],
-        "`kinked_cut.json`", zoo["cifar10-liresnet"]["parameters"] / 1e6, f"{kinked['images']:,}",
+        "`kinked_cut.json`", zoo["cifar10-liresnet"]["parameters"] / 1e6,
+        _counted(kinked["staged"] / kinked["images"], kinked["images"]),
     )  # fmt: skip
     both = read("both_kinds")
     found = both["certificates"]["smoothing"]
     yield Entry(
         "**lipcert** ViT of 2 blocks, trained under noise", "smoothed, σ = 0.25", 100 * found["right"], None,
-        100 * found["certified"][EPS], "`both_kinds.json`", None, f"{found['images']:,}",
+        100 * found["certified"][EPS], "`both_kinds.json`", None, _counted(found["certified"][EPS], found["images"]),
         both["training, cpu minutes"]["noisy"],
     )  # fmt: skip
+
+
+def _counted(certified: float, images: int) -> str:
+    """The number of images; if they are not all, with Wilson's 95 % confidence interval of the certified share."""
+    return f"{images:,}" + (f" ({interval(round(certified * images), images)})" if images < ALL else "")
 
 
 def _pgd(row: dict[str, Any]) -> float | None:

@@ -405,7 +405,7 @@ def _rebuilds(model: Model, arguments: Mapping[str, Any]) -> bool:
 @torch.no_grad()
 def _agrees(net: nn.Module, model: Model) -> bool:
     """Whether a rebuilt network with the model's weights gives the network's logits, on random images in float64."""
-    net.load_state_dict(model.net.state_dict())
+    net.to(model.dtype).load_state_dict(model.net.state_dict())  # constants are rounded as the model's were
     pixels = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     inputs = (pixels - model.mean.double().cpu()) / model.std.double().cpu()
     with RealArithmetic():
