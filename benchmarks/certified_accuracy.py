@@ -113,12 +113,14 @@ def main() -> None:
 def keep(name: str, result: dict[str, Any]) -> None:
     """Writes the result of a network, or adds its curve to a result on more images; leaves those of others."""
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    of_more = known.get(name, result)
-    if of_more["images"] > result["images"]:
+    before = known.get(name, result)
+    if before["images"] > result["images"]:
         more = {"autoattack": result["autoattack"]} if "autoattack" in result else {}
         if len(result["certified"]) > 1:
             more["curve"] = {key: result[key] for key in ("images", "clean", "certified")}
-        result = of_more | more
+        result = before | more
+    elif before["clean"] == result["clean"]:  # of the same network
+        result = {key: before[key] for key in ("autoattack", "curve") if key in before} | result
     RESULT.write_text(json.dumps({**known, name: result}, indent=1) + "\n")
 
 
