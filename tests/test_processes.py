@@ -184,7 +184,7 @@ def test_torchrun_runs_the_commands(tmp_path: Path) -> None:
         assert close(one.state_dict(), two.state_dict())
         names = [[line.split("\t")[0] for line in outputs[n, task].stdout.splitlines()] for n in (1, 2)]
         assert names[0] == names[1]
-    assert outputs[2, "finetune"].stderr.count("epoch 1 of 2") == 1
+    assert outputs[2, "finetune"].stderr.count("epoch 1 of 2: loss") == 1
     assert not list(tmp_path.glob("*.checkpoint"))
     certifying = ("certify", "small.safetensors", "--eps", "0.1", "--method", "gloro", "--out", "r.jsonl")
     assert "next\tlipcert report r.jsonl" in run(2, *certifying).stdout
