@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from pickle import PickleError
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
@@ -38,6 +36,7 @@ from lipcert.graph import (
     examine,
     only_in,
     outputs_of,
+    tensors_in,
     without_fused_kernels,
 )
 from lipcert.inputs.artifact import seed_of
@@ -428,19 +427,8 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
 def _not_of(model: Model, graph: Graph) -> list[Tensor]:
     """The tensors that a graph reads and a copy of its network does not hold, such as those of closures in hooks."""
     held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    read = [tensor for node in graph.nodes for tensor in _tensors_in((node.args, dict(node.kwargs)))]
+    read = [tensor for node in graph.nodes for tensor in tensors_in((node.args, dict(node.kwargs)))]
     return [tensor for tensor in read if tensor.untyped_storage().data_ptr() not in held]
-
-
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors and arrays in arguments, those that limit slices included."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, slice):
-            yield from _tensors_in((leaf.start, leaf.stop, leaf.step))
-        elif isinstance(leaf, np.ndarray):
-            yield torch.from_numpy(leaf)
-        elif isinstance(leaf, Tensor):
-            yield leaf
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:

@@ -5,7 +5,7 @@
 no bounds.
 """
 
-from lipcert.graph._capture import capture, outline
+from lipcert.graph._capture import capture, outline, tensors_in
 from lipcert.graph._graph import PIECES, REARRANGING, Graph, Node, canonical, map_nodes, run
 from lipcert.graph._looks import across_types, close, only_in
 from lipcert.graph._passes import passed, passes

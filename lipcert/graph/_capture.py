@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -169,14 +170,19 @@ def _tracks(tree: Any) -> bool:
     return any(True for _ in _tracked_in(tree))
 
 
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors and arrays in arguments, those that limit slices included."""
     if isinstance(tree, Tensor):
         yield tree
+    elif isinstance(tree, np.ndarray):
+        yield torch.from_numpy(tree)
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(tree, dict):
-        yield from _tensors_in(list(tree.values()))
+        yield from tensors_in(list(tree.values()))
+    elif isinstance(tree, slice):
+        yield from tensors_in((tree.start, tree.stop, tree.step))
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
@@ -240,7 +246,7 @@ class _Recorder:
             target.tensor = target.tensor.clone()
         elif kwargs.get("out") is not None:
             raise UnsupportedCode([(f"{name}(out=...)", self.path)])
-        self.constants += [(tensor, write_count(tensor), name, self.path) for tensor in _tensors_in((args, kwargs))]
+        self.constants += [(tensor, write_count(tensor), name, self.path) for tensor in tensors_in((args, kwargs))]
         nominal_args, nominal_kwargs = _map_tracked(lambda value: value.tensor, (args, kwargs))
         operands = [value for value in _tracked_in((args, kwargs)) if value is not target]
         versions = [write_count(value.tensor) for value in operands]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lipcert.report import _figures
-from lipcert.report._artifact import title
+from lipcert.report._artifact import by_model, title
 from lipcert.report._curves import families, span
 from lipcert.report._images import Example, examples
 from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
@@ -190,7 +190,7 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images
     """
     eps = radii_of_interest(runs, named)
     several = len(runs) > 1
-    name = title(runs[0]) if len({run.weights_hash for run in runs}) == 1 else f"{len(runs)} results"
+    name = title(runs[0]) if len(by_model(runs)) == 1 else f"{len(runs)} results"
     document = Document(f"Certificates: {name}", "")
     parts = [heading(1, document.title)]
     if several:
