@@ -67,15 +67,7 @@ def model_options(
     device: str = "auto",
     pixels: Preprocessing | None = None,
 ) -> list[str]:
-    """The words that name the same model again in another command: its name, and the options that were given.
-
-    Args:
-        model: as the user typed it; None for the default, which may change and is therefore named.
-        weights: where its weights come from.
-        denoiser: the denoiser in front.
-        device: where it computes; auto is left out.
-        pixels: the requested preprocessing.
-    """
+    """The words that name the same model again in another command: its name, and the options that were given."""
     words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
     words += words_of({"checkpoint": weights.checkpoint, "model-args": weights.model_args, "denoiser": denoiser})
     words += ["--no-pretrained"] if weights.no_pretrained else []
@@ -104,11 +96,7 @@ def _denoiser_of(text: str) -> torch.nn.Module:
 
 
 def move_to(model: Model, device: str) -> None:
-    """Moves the model to a device; ``auto`` is a GPU if there is one, and each process of torchrun has its own.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """Moves the model to a device; ``auto`` is a GPU if there is one, and each process of torchrun has its own."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         if name == "cuda":

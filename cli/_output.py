@@ -28,11 +28,7 @@ def check_out(
     force: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Checks that the output replaces no input, and, unless forced, nothing but a result of the same step and settings.
-
-    Raises:
-        InputError: saying which, or that there can be no such folder.
-    """
+    """Checks that the output replaces no input, and, unless forced, only a result of the same step and settings."""
     from lipcert.inputs.artifact import check_free
 
     if any(source.exists() and path.exists() and path.samefile(source) for source in inputs):

@@ -8,11 +8,7 @@ from lipcert.errors import InputError
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """The index of the part, from 0, and the number of parts: ``2/5`` is (1, 5).
-
-    Raises:
-        InputError: the text is no such pair.
-    """
+    """The index of the part, from 0, and the number of parts: ``2/5`` is (1, 5)."""
     part, slash, parts = text.partition("/")
     if slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
         return int(part) - 1, int(parts)
@@ -20,11 +16,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def read_names(path: Path) -> list[str]:
-    """The models in a text file, one per line; empty lines and those that start with # are ignored.
-
-    Raises:
-        InputError: there is no such file, or it names no model.
-    """
+    """The models in a text file, one per line; empty lines and those that start with # are ignored."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -39,11 +31,7 @@ _NO_MODEL_ARGS = ("source", "pretrained", "checkpoint", "features", "new_head") 
 
 
 def parse_model_args(text: str | None) -> dict[str, Any]:
-    """``KEY=VALUE`` pairs; a value is a Python literal if it can be read as one, else text.
-
-    Raises:
-        InputError: a part is no such pair, or what the command has an option for.
-    """
+    """``KEY=VALUE`` pairs; a value is a Python literal if it can be read as one, else text."""
     arguments: dict[str, Any] = {}
     for pair in (text or "").split():
         key, equals, value = pair.partition("=")

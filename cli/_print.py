@@ -75,13 +75,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> None:
-    """Prints a table on a terminal, and lines with tabs in a pipe, after a line of column names if there are any.
-
-    Args:
-        columns: the column names; empty for a table without a head.
-        rows: the cells of each row.
-        optional: columns that are left out on a narrow terminal, in this order.
-    """
+    """Prints a table on a terminal, and lines with tabs in a pipe, after a line of column names if there are any."""
     if not sys.stdout.isatty():
         for row in [columns, *rows] if columns else rows:
             print("\t".join(row))
@@ -132,11 +126,7 @@ def _bars() -> Any:
 
 @contextlib.contextmanager
 def progress(what: str, total: float | None = None) -> Iterator[Update]:
-    """Shows progress on standard error during the block: a bar on a terminal, now and then a line elsewhere.
-
-    Yields:
-        A function of the amount done, the total or None if unknown, and a new name of the task if it has changed.
-    """
+    """Shows progress on standard error during the block: a bar on a terminal, now and then a line elsewhere."""
     if quiet:
         yield lambda done, total=None, what=None: None
         return

@@ -47,11 +47,7 @@ _LOADERS: list[Callable[[nn.Module], Model]] = []
 
 
 def checked(model: object) -> Model:
-    """The given model, without a ``torch.compile`` wrapper; a timm module is wrapped as a model.
-
-    Raises:
-        InputError: the object is not a model; the message says how to create one.
-    """
+    """The given model, without a ``torch.compile`` wrapper; a timm module is wrapped as a model."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, Model):
         return model
@@ -72,11 +68,7 @@ def checked(model: object) -> Model:
 
 
 def check_eps(eps: float, model: Model) -> None:
-    """Refuses an ε that is larger than the distance of any two images.
-
-    Raises:
-        InputError: it is; the message reminds of 255.
-    """
+    """Refuses an ε that is larger than the distance of any two images."""
     largest = math.sqrt(math.prod(model.input_size))
     if eps > largest:
         typed = f"{eps:g}"

@@ -13,14 +13,6 @@ def project(delta: Tensor, images: Tensor, eps: Tensor) -> Tensor:
     [0, 1]. This is stationarity of the Lagrangian in every entry, with t = 1/(1 + λ) and λ ≥ 0 the multiplier of the
     ball. The norm of d does not decrease in t. Between two values of t at which entries reach the box, its square is
     a + t²b. So t follows from the sorted values without iteration.
-
-    Args:
-        delta: δ, shape (N, C, H, W).
-        images: x in [0, 1], shape (N, C, H, W).
-        eps: ε, shape (N,).
-
-    Returns:
-        d, shape (N, C, H, W). In float64 its norm exceeds ε at most by rounding, about 1e-15 relative.
     """
     z, x = delta.flatten(1), images.flatten(1)
     low, high = -x, 1 - x

@@ -63,15 +63,7 @@ def distances(images: Tensor, perturbed: Tensor, leads: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check(model: nn.Module, images: Tensor, labels: Tensor, perturbed: Tensor, eps: Tensor) -> Adversarial:
-    """Keeps the candidates that lie inside the ball and the box and are predicted as another class.
-
-    Args:
-        model: maps images in [0, 1] to logits.
-        images: shape (N, C, H, W).
-        labels: classes to change, shape (N,).
-        perturbed: candidates, shape (N, C, H, W), in the model's dtype.
-        eps: largest distance that counts, shape (N,).
-    """
+    """Keeps the candidates that lie inside the ball and the box and are predicted as another class."""
     distance = distances(images, perturbed, lead(model(perturbed), labels))
     inside = (perturbed >= 0).flatten(1).all(1) & (perturbed <= 1).flatten(1).all(1) & (distance <= eps * _ROUND_UP**2)
     every = torch.arange(len(images), device=images.device)

@@ -151,15 +151,6 @@ def smallest(
 
     The radius doubles until a run succeeds. Then each run uses a radius between the largest that failed and the
     smallest distance found.
-
-    Args:
-        attack: provides steps and seed.
-        model: maps images in [0, 1] to logits.
-        images: shape (N, C, H, W).
-        labels: classes to change, shape (N,).
-        found: the examples found at ε.
-        eps: ε.
-        rounds: number of runs.
     """
     single = replace(attack, restarts=1)
     every = torch.arange(len(images), device=images.device)

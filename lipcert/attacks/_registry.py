@@ -38,11 +38,7 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 
 
 def attack_named(attack: str | Attack | None) -> Attack | None:
-    """The attack with a name; attacks and None are returned unchanged.
-
-    Raises:
-        InputError: there is no such attack, or its package is not installed.
-    """
+    """The attack with a name; attacks and None are returned unchanged."""
     if not isinstance(attack, str):
         return attack
     if attack not in ATTACKS:

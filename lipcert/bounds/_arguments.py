@@ -15,11 +15,7 @@ Known = TypeVar("Known")
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operation by name; operations without a signature take one, their operand.
-
-    Raises:
-        NoAnswer: an argument is not in the signature, or is given twice.
-    """
+    """The arguments of an operation by name; operations without a signature take one, their operand."""
     positional, allowed = SIGNATURES.get(str(node.op), (("input",), frozenset({"input"})))
     by_name = dict(zip(positional, node.args, strict=False))
     if len(node.args) > len(positional):
@@ -32,11 +28,7 @@ def arguments(node: Node) -> dict[str, Any]:
 
 
 def named(kwargs: Any) -> dict[str, Any]:
-    """Keyword arguments under their canonical names.
-
-    Raises:
-        NoAnswer: two names for the same argument.
-    """
+    """Keyword arguments under their canonical names."""
     renamed = {SYNONYMS.get(name, name): argument for name, argument in kwargs.items()}
     if len(renamed) != len(kwargs):
         raise NoAnswer("two names for one argument")
@@ -54,12 +46,7 @@ def by_operand(node: Node, entries: Sequence[Known]) -> Callable[[Node], Known]:
 
 
 def replayed(node: Node, *tensors: Tensor) -> Tensor:
-    """Evaluates the operation at other values of its operands, image by image.
-
-    Args:
-        node: the operation.
-        tensors: one for each distinct operand, in the order of ``node.operands``; shape (N, *shape).
-    """
+    """Evaluates the operation at other values of its operands, image by image."""
     operands = list(dict.fromkeys(node.operands))
 
     def replay(*tensors: Tensor) -> Tensor:

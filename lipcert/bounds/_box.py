@@ -203,11 +203,7 @@ def ratio(after: Upper, before: Upper) -> float:
 
 
 class Boxes:
-    """The captured network, prepared for walks.
-
-    Args:
-        analysis: the global analysis of the model in float64.
-    """
+    """The captured network, prepared for walks."""
 
     def __init__(self, analysis: Analysis):
         self.graph: Graph = needed(analysis.graph)
@@ -265,10 +261,6 @@ class Walk:
     """One walk over the network, for balls of radius ``eps``, shape (N,).
 
     With ``eps`` = 0 and errors 0 the boxes contain the rounding errors alone.
-
-    Args:
-        ledger: issues start vectors for probabilistic norms of these images; None forbids such norms.
-        charge: the failure probability that one start vector is charged with.
     """
 
     def __init__(

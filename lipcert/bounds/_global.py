@@ -132,17 +132,7 @@ class Analysis:
 
 
 def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Analysis:
-    """Captures the network and computes a :class:`Value` for each of its operations.
-
-    Args:
-        model: a :class:`lipcert.Model`, or any module that takes images in [0, 1].
-        input_size: (C, H, W); a ``Model`` knows its own.
-        progress: called with (done, total, text): forward passes while the network is read, then operations.
-
-    Raises:
-        UnsupportedOperation: an operation has no rule; lists all of them with their module paths.
-        InputError: the weights hold NaN or infinity, or the model is not a classifier.
-    """
+    """Captures the network and computes a :class:`Value` for each of its operations."""
     if isinstance(model, Model):
         input_size = model.input_size
     if input_size is None:
@@ -187,9 +177,6 @@ def _check_unused(graph: Graph) -> None:
 
     The output can still depend on them: the size of a result may depend on values, and code may read that size. Integer
     operands are refused too: an index out of range raises an error, which code may catch.
-
-    Raises:
-        UnsupportedOperation: names the operations.
     """
     used = set(needed(graph).nodes)
     unknown = [
@@ -202,12 +189,7 @@ def _check_unused(graph: Graph) -> None:
 
 
 def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
-    """Like :func:`analyze`, with gradients and without checks, inside :func:`lipcert.numerics.estimating`.
-
-    Args:
-        model: a model that :func:`analyze` has accepted.
-        image: shape (1, C, H, W).
-    """
+    """Like :func:`analyze`, with gradients and without checks, inside :func:`lipcert.numerics.estimating`."""
     graph = canonical_forms(capture(model, image, whole=kept_whole, gradients=True), "lipschitz", [])
     return Analysis(graph, global_values(graph))
 
@@ -225,9 +207,6 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
 
     The batch includes an image of zeros and an image of ones, which reveal a minimum, a maximum or a sum over the
     batch. It is also run in reverse order.
-
-    Raises:
-        InputError: the logits of an image depend on other images, or the model does not run on several images.
     """
     batch = torch.cat(examples(images))
     with torch.no_grad(), without_fused_kernels():  # as in the looks
@@ -241,16 +220,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
 
 
 def check_batch(model: nn.Module, images: Tensor, alone: Tensor) -> None:
-    """Refuses a network whose logits for a batch are not those of each image alone.
-
-    Args:
-        model: the network.
-        images: shape (N, C, H, W).
-        alone: the logits of each of them alone, shape (N, classes).
-
-    Raises:
-        InputError: the logits of an image depend on the batch, or the model does not run on it.
-    """
+    """Refuses a network whose logits for a batch are not those of each image alone."""
     problem = "the model mixes the images of a batch; wrap it in a module that processes each image separately"
     try:
         together = _counted(model, images)
@@ -306,9 +276,6 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     A parameter annotated ``Value`` must depend on the image. A parameter with another annotation, except ``Any``, must
     not.
-
-    Raises:
-        NoAnswer: there is no rule, or it does not cover the arguments.
     """
     rule = answer_of(node.op, "lipschitz")
     if node.dtype is not None and not node.dtype.is_floating_point:
@@ -371,11 +338,7 @@ def lipschitz(model: nn.Module, input_size: tuple[int, ...] | None = None, progr
 
 
 def check_weights(model: nn.Module) -> None:
-    """Refuses weights that are not finite.
-
-    Raises:
-        InputError: a tensor holds NaN, or a weight is infinite; names the first.
-    """
+    """Refuses weights that are not finite."""
     problem = unusable(model)
     if problem is not None:
         raise InputError(f"{problem}; nothing can be certified with it")

@@ -89,13 +89,6 @@ def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weigh
 
     |J| is at most the sum of the absolute values of its terms, 3 max|weight| scale/s. The rounding errors of c and s
     relative to s grow with the token's norm divided by s. They enter J twice as a factor, up to 8 in total.
-
-    Args:
-        tokens: shape (N, ..., entries).
-        centred: whether the mean is subtracted first.
-        least: the smallest value of s.
-        scale: the factor of the normalised token.
-        weight: entrywise factors; None for 1.
     """
     length = tokens.norm(dim=-1)
     centred_length = (tokens - tokens.mean(-1, keepdim=True)).norm(dim=-1) if centred else length

@@ -40,9 +40,6 @@ class Kinked(Remainder):
         slope: s, the change of the slope at a kink.
         bends: 1 for convex functions, −1 for concave ones, 0 otherwise.
         spread: Σ δ_i² ≤ spread² ρ² for the deviations δ_i in the bounds above.
-
-    Args:
-        distance: the distances k, shape (N, ...).
     """
 
     has_kinks = True
@@ -100,12 +97,6 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
     For every λ ≥ 0 the sum is at most λ ρ² + Σ_i max_τ (w_i (τ − k_i)₊ − λ τ²), by Lagrangian duality. The maximum is 0
     or taken at τ = min(w_i/(2λ), most_i). The sum is convex in λ. It is minimised over the λ of a fixed grid, 0, and
     the λ from which on all maxima are 0, so that the bound is non-decreasing in ρ and ``most``.
-
-    Args:
-        weight: w ≥ 0, shape (N, entries).
-        distance: k ≥ 0, shape (N, entries).
-        rho: ρ, shape (N,).
-        most: shape (N, entries) or (N, 1).
     """
     reaches = (distance < most) & (weight > 0)
     used = reaches.any(0)
@@ -149,9 +140,6 @@ class RadialKink(Radial):
     on it. Outside, J changes by at most c ≤ (2/√3) R/max(‖h‖ − ρ, R)² per unit of length, as in :class:`Radial` with
     1/‖h‖² in place of 1/(1 + ‖h‖²). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖ over the segment gives ‖R_t‖ ≤ ½ c ρ_t² +
     (ρ_t − k)₊. The first part is summed over tokens as in :class:`Radial`, the second as in :class:`Kinked`.
-
-    Args:
-        h, radius, weight, axis, gain, centred: as for :class:`Radial`.
     """
 
     contracts = False

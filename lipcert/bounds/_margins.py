@@ -22,10 +22,6 @@ class MarginBounds:
     has constant ‖w_y − w_j‖ K₋₁ (Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, section 3).
     Otherwise, and for the global certificate, f_y − f_j = ⟨e_y − e_j, f⟩ gives √2 K, as in proposition 1 of Havens et
     al., ICML 2024.
-
-    Args:
-        analysis: the global analysis of the model.
-        rows: use the rows of the last matrix; False gives √2 K for every pair.
     """
 
     def __init__(self, analysis: Analysis, rows: bool = True):
@@ -43,14 +39,7 @@ class MarginBounds:
         self._cache: dict[int, Tensor] = {}
 
     def of(self, predicted: Tensor) -> Tensor:
-        """Upper bounds on K_yj for the predicted classes y.
-
-        Args:
-            predicted: classes, int64, shape (N,).
-
-        Returns:
-            float64, shape (N, classes); the column of the predicted class holds 0.
-        """
+        """Upper bounds on K_yj for the predicted classes y."""
         for y in predicted.unique().tolist():
             if y not in self._cache:
                 self._cache[y] = self._row(y)
@@ -113,10 +102,6 @@ def radii(margin: Tensor, constants: Tensor) -> Tensor:
     """min_j (f_y − f_j)/K_yj, rounded down; 0 for ties and NaN, inf if all constants are 0.
 
     The network is ε-locally robust (Hu et al. 2023, definition 1) for every ε below it.
-
-    Args:
-        margin: f_y − f_j, +inf for j = y; float64, shape (N, classes).
-        constants: K_yj, shape (N, classes).
     """
     ratios = torch.where(torch.isinf(constants), 0.0, margin / constants)
     ratios = torch.where(constants == 0, torch.inf, ratios)

@@ -28,14 +28,7 @@ _LANCZOS_STEPS = 48
 
 
 class Core:
-    """A matrix or a convolution of the captured network, on tensors with the image as their first axis.
-
-    Args:
-        weight: the weights, float64.
-        bias: the bias, or None.
-        operation: applies a weight to an input of shape (N, *shape of the operand).
-        fan_in: number of products in the sum of one result entry.
-    """
+    """A matrix or a convolution of the captured network, on tensors with the image as their first axis."""
 
     def __init__(
         self,
@@ -94,14 +87,6 @@ class Core:
 
         A small matrix is bounded deterministically. Otherwise the bound is a probabilistic Lanczos bound, or without
         ``draw`` Schur's test on absolute values: ‖B‖ ≤ √(max row sum · max column sum).
-
-        Args:
-            outer: shape (N, *shape of the result).
-            inner: shape (N, *shape of the operand).
-            draw: the start vector, the same for all images, so that results do not depend on the batch.
-
-        Returns:
-            float64, shape (N,).
         """
         if self.exact:
             assert self.matrix is not None

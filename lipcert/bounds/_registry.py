@@ -274,11 +274,7 @@ def coverage() -> str:
 
 
 def answer_of(op: Any, question: str) -> Any:
-    """The answer of an operation's rule to a question.
-
-    Raises:
-        NoAnswer: there is no answer.
-    """
+    """The answer of an operation's rule to a question."""
     answer = getattr(RULES.get(op), question, None)
     if answer is None:
         raise NoAnswer
@@ -291,9 +287,6 @@ def check_entries(node: Node) -> None:
     A sum over no entries is 0, a largest entry −∞, a softmax over no entries sums to 0, and attention to no keys is 0:
     facts that hold for all other groups (a floor, a mass, a mean) fail there. Values without entries may only be cut
     off, moved, and put together with others again (:attr:`Schur.moves`).
-
-    Raises:
-        NoAnswer: the result, an operand or a constant has no entries.
     """
     rule = RULES.get(node.op)
     if rule is not None and rule.schur is not None and rule.schur.moves:

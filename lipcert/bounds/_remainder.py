@@ -223,11 +223,7 @@ class Contracted:
 
 
 def remainder_of(node: Node) -> type[Remainder] | None:
-    """The remainder rule of a captured operation; None if it is affine in its image-dependent operands.
-
-    Raises:
-        NoAnswer: there is no rule, or it does not cover the arguments.
-    """
+    """The remainder rule of a captured operation; None if it is affine in its image-dependent operands."""
     if isinstance(node.op, str) and node.dtype is not None and not node.dtype.is_floating_point:
         raise NoAnswer(f"rounds to {node.dtype}")
     check_entries(node)
@@ -328,11 +324,6 @@ def largest_share(weight: Tensor, rho: Tensor, most: Tensor) -> Tensor:
 
     For every τ ≥ 0, Σ w_i t_i ≤ τ Σ t_i + Σ (w_i − τ)₊ t_i ≤ τ ρ² + Σ (w_i − τ)₊ c_i. This is smallest at 0 or at the
     w_i where the c_j of larger w_j have added up to ρ². Halving the range of τ finds it, or a w_i close to it.
-
-    Args:
-        weight: w, shape (N, entries).
-        rho: ρ, shape (N,).
-        most: shape (N, entries) or (N, 1).
     """
     square, top = rho.square()[:, None], weight.amax(1, keepdim=True)
     whole = at_most(top * square)[:, 0]
@@ -408,14 +399,6 @@ class Radial(Remainder):
     that is 3ξ(4 − 5ξ)(1 + n²)^(−3/2), and |ξ(4 − 5ξ)| ≤ 1 for 0 ≤ ξ ≤ 1. So ‖D³u‖ ≤ 3(1 + n²)^(−3/2), and 1/R² times
     that for a general R. By Taylor's theorem the rest of −⟨g, R⟩ is at most Σ_t ‖a_t‖ sup ‖D³u‖ ρ_t³/6. If the computed
     h has an error η ≤ ρ, D²u has an error of at most sup ‖D³u‖ η.
-
-    Args:
-        h: nominal operand, shape (N, ...).
-        radius: R.
-        gain: the constant factor.
-        weight: the weight of each entry of a token; None for 1.
-        axis: the axis of the entries of a token.
-        centred: whether tokens are centred first.
     """
 
     contracts = True

@@ -50,16 +50,7 @@ class Operand:
 
 
 def local_error(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Upper bound on the rounding error of one operation, shape (N, *node.shape).
-
-    Args:
-        node: the operation.
-        operands: bounds on the deployed operands, in the order of ``node.operands``.
-        fmt: the deployed format.
-
-    Raises:
-        NoAnswer: there is no rule, or it does not cover the arguments.
-    """
+    """Upper bound on the rounding error of one operation, shape (N, *node.shape)."""
     rule = answer_of(node.op, "rounding")
     try:
         error = rule(node, operands, fmt) * OWN_ROUNDING

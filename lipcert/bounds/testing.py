@@ -91,23 +91,6 @@ def check_rule(
     rounding errors with the operations in float32, float16 and bfloat16.
 
     Passing the check is not a proof. The check finds mistakes; the docstring of the rule contains the proof.
-
-    Args:
-        function: an operation or a module on values in [0, 1], shape (1, *size); it runs in float64.
-        size: shape of the input without the batch, small enough for dense Jacobians (some hundred entries).
-        points: number of sampled points: inside the box [0, 1]^size, in its corners, on its faces and near 0.
-        steps: steps of gradient ascent from the worst point.
-        seed: seed of the random numbers.
-        slack: how much larger than a bound, relatively, rounding may make a measured quotient or Jacobian.
-        analysis: the global analysis of the function, if it is known.
-
-    Returns:
-        The measurements, which show the tightness of the bound.
-
-    Raises:
-        AssertionError: a measurement exceeds its bound; the message says which.
-        InputError: the bound is not finite, so there is nothing to check.
-        UnsupportedOperation: an operation has no rule for Lipschitz constants.
     """
     module = applied(function)
     analysis = analyze(module, size) if analysis is None else analysis
@@ -195,14 +178,7 @@ def _ascend(module: nn.Module, x: Tensor, steps: int) -> float:
 def check_box(
     module: nn.Module, analysis: Analysis, images: Tensor, generator: torch.Generator, draws: int = 5
 ) -> float | None:
-    """Attacks the boxes of a network's output in balls around images, shape (N, 1, ...).
-
-    Returns:
-        The largest deviation of an entry as a fraction of its limit; None if no limit is finite.
-
-    Raises:
-        AssertionError: an entry leaves its box, or the output moves further than the local constant allows.
-    """
+    """Attacks the boxes of a network's output in balls around images, shape (N, 1, ...)."""
     boxes, shares = Boxes(analysis), []
     nominal = boxes.nominal(images[:, 0])
     for radius in _BALLS:
@@ -225,15 +201,8 @@ def check_box(
 class Linearised:
     """One operation at N nominal points, and attacks on its remainder rule.
 
-    Args:
-        node: the operation.
-        values: the values of the operation and its operands at each point.
-
     Attributes:
         rule: the operation's remainder rule; None for a linear operation.
-
-    Raises:
-        NoAnswer: the operation has no rule.
     """
 
     def __init__(self, node: Node, values: Sequence[Mapping[Node, Tensor]]):
@@ -342,22 +311,14 @@ class Linearised:
         return [self.result.new_full((self.points,), radii[i]) for i in self.positions]
 
     def check_norm(self, rho: float, steps: int = 5) -> float:
-        """The largest ‖R‖ found by ascent, as a fraction of its bound.
-
-        Raises:
-            AssertionError: ‖R‖ exceeds the bound.
-        """
+        """The largest ‖R‖ found by ascent, as a fraction of its bound."""
         radii = self.radii(rho)
         bound = self.rule.norm(self.per_operand(radii))
         assert bound.shape == (self.points,), f"{self.node.name}: a norm for each image, shape (N,), is expected"
         return self._within(self.worst(norms, radii, steps), bound, self.size + rho, "norm")
 
     def check_against(self, direction: Tensor, rhos: Sequence[float], steps: int = 4) -> float:
-        """The largest −⟨direction, R⟩ found by ascent, as a fraction of its bound.
-
-        Raises:
-            AssertionError: −⟨direction, R⟩ exceeds the bound.
-        """
+        """The largest −⟨direction, R⟩ found by ascent, as a fraction of its bound."""
         answer, shares = self.rule.against(direction), []
         for rho in rhos:
             radii = self.radii(rho)
@@ -367,11 +328,7 @@ class Linearised:
         return max(shares)
 
     def check_linear(self, rho: float) -> None:
-        """Checks R = 0 for an operation that is registered as linear.
-
-        Raises:
-            AssertionError: the operation is not linear.
-        """
+        """Checks R = 0 for an operation that is registered as linear."""
         deltas = self.starts(self.radii(rho))
         attained = norms(self.remainder(deltas))
         allowed = 1e-9 * math.sqrt(self.result[0].numel()) * (self.size + sum(delta.abs().sum() for delta in deltas))
@@ -482,18 +439,7 @@ def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tens
 
 
 def check_rounding(node: Node, exact: Sequence[Tensor], nominal: Sequence[Tensor], fmt: Format) -> float:
-    """The largest rounding error of an operation as a fraction of its bound; 0 if the bound is infinite.
-
-    Args:
-        node: the operation.
-        exact: its deployed operands, which the format represents exactly, each of shape (1, ...).
-        nominal: nearby values, around which the bound is computed.
-        fmt: the format.
-
-    Raises:
-        AssertionError: the error exceeds the bound.
-        NoAnswer: there is no rule.
-    """
+    """The largest rounding error of an operation as a fraction of its bound; 0 if the bound is infinite."""
     operands = []
     for near, exact_values in zip(nominal, exact, strict=True):
         away = (near - exact_values).norm()[None] * (1 + 1e-12)

@@ -28,12 +28,6 @@ class LinearisedMethod(Method):
 
     Attributes:
         rivals: the largest number of rival classes that are examined with gradients of their own; None for all.
-
-    Args:
-        subject: the network.
-        budget: the failure probability for one image.
-        limit: the largest number of floating-point operations for the norms of an image, and for its rival classes.
-        instead: about the number of operations for the norms if all need more.
     """
 
     # Norms are counted one by one. Most of them share matrices that are written out once for a batch.

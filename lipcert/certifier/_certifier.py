@@ -280,9 +280,6 @@ class Certifier:
         """The logits, shape (N, classes), of each image alone: all bounds are for the graph of one image.
 
         The graph computes them, with the numbers that forward code or hooks had when it was captured.
-
-        Raises:
-            InputError: a tensor that the graph reads has changed since, or the network's logits of the first image.
         """
         alone = [self.analysis.graph.replay(image) for image in images[:, None]]
         same = all(_equal(tensor, before) for tensor, before in self._outside)
@@ -294,14 +291,7 @@ class Certifier:
         return torch.cat(alone) if alone else images.new_zeros(0, self.analysis.output.shape[1])
 
     def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
-        """What staged certification can hope for at these images; other methods apply to all of them.
-
-        Args:
-            images: shape (N, C, H, W).
-            predicted: classes, shape (N,).
-            broken: images that the attack of the settings breaks, bool, shape (N,).
-            least: the radii of GloRo, shape (N,); above ε they need no further look.
-        """
+        """What staged certification can hope for at these images; other methods apply to all of them."""
         if self.method != STAGED or self.subject.settings.at is not None or not len(images):
             return Hopes(None, torch.zeros_like(broken))
         with torch.enable_grad():
@@ -369,11 +359,7 @@ class Certifier:
 
 @contextmanager
 def _understood(name: str) -> Iterator[None]:
-    """Turns unexpected errors of a method into a refusal in one line.
-
-    Raises:
-        InputError: an unexpected error occurred.
-    """
+    """Turns unexpected errors of a method into a refusal in one line."""
     try:
         yield
     except LipcertError:
@@ -437,17 +423,7 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None) -> None:
-    """Refuses a network that behaves differently in float64, where bounds are computed, and in its own type.
-
-    Args:
-        model: the given model.
-        copied: its copy in float64.
-        rounding: rounding bounds of the deployed type, or None. They must cover the errors on a few images.
-
-    Raises:
-        InputError: the rounding error on an image exceeds its bound.
-        UnsupportedOperation: the forward code depends on the type, or does not run in it.
-    """
+    """Refuses a network that behaves differently in float64, where bounds are computed, and in its own type."""
     dtype = model.dtype if rounding is None else rounding.format.dtype  # the type of the copy's weights
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
     precise, *_ = examine(copied, image.double(), copied.real)

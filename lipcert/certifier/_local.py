@@ -45,17 +45,6 @@ class Local:
     Attributes:
         delta: failure probability of each image, over the random start vectors of the norms of large operators; 0 if
             every norm is deterministic.
-
-    Args:
-        model: the model, in float64.
-        analysis: the global analysis of this model, if it is already known.
-        delta: maximum of the attribute ``delta``; 0 for deterministic norms, which are looser for large operators.
-        seed: seed of the start vectors.
-        calls: number of radii of an image that share ``delta``.
-
-    Raises:
-        InputError: the model is not in float64, or does not return logits.
-        UnsupportedOperation: operations have no rule; lists all of them with their module paths.
     """
 
     def __init__(
@@ -76,15 +65,7 @@ class Local:
 
     @torch.no_grad()
     def bound(self, images: Tensor, eps: Tensor) -> Tensor:
-        """Lipschitz constants of the logits on the balls of radius ``eps`` around the images.
-
-        Args:
-            images: pixels, shape (N, C, H, W).
-            eps: radii in ℓ2, shape (N,); for 0, the limit of small balls.
-
-        Returns:
-            float64, shape (N,); at most the global bound.
-        """
+        """Lipschitz constants of the logits on the balls of radius ``eps`` around the images."""
         return self._walk(self._nominal(images), eps).output.constant
 
     @torch.no_grad()
@@ -93,14 +74,6 @@ class Local:
 
         If the last operation is a matrix applied to a value with constant K, this is ‖(w_y − w_j)·diag(m)‖·K with m the
         mask of the units that move. Otherwise it is √2 times the constant of the logits.
-
-        Args:
-            images: pixels, shape (N, C, H, W).
-            predicted: the classes y, shape (N,).
-            eps: radii in ℓ2, shape (N,).
-
-        Returns:
-            float64, shape (N, classes); 0 in the column of the predicted class.
         """
         walk = self._walk(self._nominal(images), eps)
         return self._margin_constants(walk, predicted.to(self.model.device)).cpu()
@@ -120,17 +93,6 @@ class Local:
         A radius r is certified if for every j the margin f_y − f_j exceeds K_yj·r, or the largest increase of f_j − f_y
         in the boxes, with constants and boxes for the ball of radius r. The search starts from the radius of the global
         constants. Any radius that passes this test is certified, independently of the search.
-
-        Args:
-            images: pixels, shape (N, C, H, W).
-            predicted: the classes y, shape (N,).
-            margins: f_y − f_j, +inf at j = y, shape (N, classes).
-            eps: a radius that is tried first, so that the accuracy of 1 % cannot lose a certificate at ``eps``.
-            ledger: the ledger of the images; a new one by default.
-            call: index of the radius among those that share ``delta``.
-
-        Returns:
-            float64, shape (N,); 0 if nothing is certified, inf if the margins cannot change.
         """
         low = radii(margins.cpu(), self.everywhere.of(predicted.cpu()))
         active = (margins > 0).all(1).cpu() & torch.isfinite(low)

@@ -88,13 +88,7 @@ class Layers:
         return self.linearization.walk(eps, layerwise=True)
 
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
-        """Certified radii, float64, shape (N,), rounded down, to 1 % or better.
-
-        Args:
-            predicted: classes y, shape (N,).
-            margins: f_y − f_j, +inf at j = y, shape (N, classes).
-            limit: makes no difference; all rival classes are examined together.
-        """
+        """Certified radii, float64, shape (N,), rounded down, to 1 % or better."""
         at = self.linearization
         spread = spreads(at, predicted)
         slope = math.sqrt(2) * torch.as_tensor(at.gain(at.network.source, at.network.stages[0].start))

@@ -91,10 +91,6 @@ class Method(ABC):
         proves: whether the method itself accounts for rounding in the computed margins, with proof. It then gets the
             margins as they were computed.
         deployed: whether its radii hold for the deployed forward pass without :mod:`lipcert.roundoff`.
-
-    Args:
-        subject: the network.
-        budget: the failure probability that the method may spend on one image.
     """
 
     name: ClassVar[str]
@@ -128,18 +124,7 @@ class Method(ABC):
 
     @abstractmethod
     def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
-        """Everything that does not depend on the margins, such as norms at the images.
-
-        Args:
-            images: pixels in [0, 1], float64, shape (N, C, H, W).
-            predicted: classes y, shape (N,), on the CPU.
-            ledger: pays for random start vectors; at most :attr:`budget` for each image.
-            progress: called as norms are computed.
-
-        Returns:
-            A function of the margins f_y − f_j, shape (N, classes), +inf at j = y, and of the number of the call, 0 or
-            1, with radii in real arithmetic, float64, shape (N,): no perturbation of smaller ℓ2 norm changes the class.
-        """
+        """Everything that does not depend on the margins, such as norms at the images."""
 
     def radius(
         self, images: Tensor, predicted: Tensor, margins: Tensor, ledger: Ledger, progress: NormsDone = lambda *_: None

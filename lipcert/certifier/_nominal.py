@@ -49,14 +49,7 @@ _LARGEST_RATIO = 1e10
 
 
 class NominalMargins:
-    """The margins of one network without what rounding may have added to them.
-
-    Args:
-        model: the network in float64.
-        analysis: its global analysis.
-        prove: whether to look for a proof.
-        seed: seed of the noise.
-    """
+    """The margins of one network without what rounding may have added to them."""
 
     def __init__(self, model: Model, analysis: Analysis, prove: bool = True, seed: int = 0):
         graph = analysis.graph
@@ -80,16 +73,7 @@ class NominalMargins:
 
     @torch.no_grad()
     def sound(self, images: Tensor, predicted: Tensor, margins: Tensor) -> tuple[Tensor, Tensor]:
-        """The margins, reduced by the possible effect of rounding, and whether that is proved.
-
-        Args:
-            images: pixels in [0, 1], float64, shape (N, C, H, W).
-            predicted: classes y, shape (N,).
-            margins: f_y − f_j, +inf at j = y, shape (N, classes).
-
-        Returns:
-            The margins, float64, shape (N, classes); and bool, shape (N,).
-        """
+        """The margins, reduced by the possible effect of rounding, and whether that is proved."""
         proved = torch.zeros(len(images), dtype=torch.bool)
         reduced = margins.clone()
         worthwhile = (self.constant <= _LARGEST_RATIO * margins.amin(1)).nonzero()[:, 0]
@@ -130,12 +114,7 @@ class NominalMargins:
         return torch.where(largest > _NEGLIGIBLE * margins.abs(), margins - largest, margins)
 
     def _values(self, images: Tensor, noise: Mapping[Node, Tensor] = MappingProxyType({})) -> dict[Node, Tensor]:
-        """Values of all nodes with one result, each of shape (N, *node.shape), with ``noise`` added to some nodes.
-
-        Args:
-            images: shape (N, 1, C, H, W).
-            noise: each of shape (N, *node.shape).
-        """
+        """Values of all nodes with one result, each of shape (N, *node.shape), with ``noise`` added to some nodes."""
         single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
 
         def one(image: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -26,10 +26,6 @@ def search(margin: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
 
     Between an ε that holds and one that does not, log ε is found by inverse quadratic interpolation, and by halving
     where that is not safe (Chandrupatla, Advances in Engineering Software 28, 1997).
-
-    Args:
-        margin: function of ε, shape (N,); called about 10 times.
-        guess: an ε near which ``margin`` becomes negative, shape (N,).
     """
     low, high = torch.zeros_like(guess), torch.full_like(guess, math.inf)
     at_low = at_high = torch.zeros_like(guess)
@@ -87,18 +83,6 @@ def search_least(
     lost at ε is nearly aε + bε^(1+p), with its steepness a, and b and p from its last two values. This predicts where
     it vanishes. The next ε is the least prediction of an image; later ones halve what is open, in case predictions are
     poor.
-
-    Args:
-        values: some functions at some images: of ε, the index of the image and that of the function, and with values,
-            each of shape (rows,). A value that is not a number is not positive.
-        whole: the functions at 0, shape (N,).
-        steepness: about minus their derivatives there, shape (N, functions).
-        guess: the first ε, shape (N,).
-        upto: shape (N,).
-        scouts: the functions with which an ε near the result is found first, bool, shape (functions,).
-
-    Returns:
-        Shape (N,); 0 where 1e-12 · guess is too large.
     """
     known = _Known(whole[:, None], steepness)
     trial = torch.minimum(guess, upto)
@@ -131,10 +115,6 @@ class _Known:
     Attributes:
         low: the largest ε at which each was positive, shape (N, functions); 0 for none.
         high: the smallest ε at which it was not; ∞ for none.
-
-    Args:
-        whole: the functions at 0, shape (N, 1).
-        steepness: about minus their derivatives there, shape (N, functions).
     """
 
     def __init__(self, whole: Tensor, steepness: Tensor):
@@ -194,10 +174,6 @@ def search_each(margins: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
     One evaluation at an ε gives the values of all functions. The accuracy is 0.1 % for the smallest result of each
     image, 2 % up to four times that, and 20 % beyond. The result is 0 if 1e-12 of the smallest positive guess is too
     large.
-
-    Args:
-        margins: function of ε, shape (N,), with values of shape (N, functions).
-        guess: ε near which they become negative, shape (N, functions).
     """
     smallest = torch.where(guess > 0, guess, math.inf).amin(1, keepdim=True)
     low = torch.where(smallest < math.inf, 1e-12 * smallest, 0.0).expand_as(guess)
@@ -226,16 +202,7 @@ def search_each(margins: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
 def search_open(
     holds: Callable[[Tensor, Tensor, int], Tensor], low: Tensor, active: Tensor, steps: int, first: float | None = None
 ) -> Tensor:
-    """The largest ε, to 1 %, for costly functions, which are called only for images that can still gain.
-
-    Args:
-        holds: function of the indices of images, shape (n,), an ε for each, shape (n,), and the number of the step;
-            returns where ε is valid, shape (n,). The steps of an image do not depend on the other images.
-        low: valid radii, shape (N,), on the CPU.
-        active: the images to search, a mask of shape (N,).
-        steps: maximum number of calls of ``holds``.
-        first: an ε that is tried first for all images.
-    """
+    """The largest ε, to 1 %, for costly functions, which are called only for images that can still gain."""
     low, active = low.clone(), active.clone()
     start = torch.where(low > 0, low, 1e-12)
     high = torch.full_like(low, math.inf)

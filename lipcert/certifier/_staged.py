@@ -59,12 +59,7 @@ def budgets(subject: Subject) -> dict[str, Budget]:
 
 
 def prepare(subject: Subject) -> Methods:
-    """Prepares the methods of a run; staged certification leaves out what does not suit the network.
-
-    Raises:
-        InputError: no method suits the network, or the requested one does not.
-        UnsupportedOperation: the requested method lacks a rule for an operation.
-    """
+    """Prepares the methods of a run; staged certification leaves out what does not suit the network."""
     settings, methods = subject.settings, Methods()
     staged = settings.method == STAGED
     shares = budgets(subject)
@@ -134,18 +129,7 @@ def run(
     ledger: Ledger,
     watch: Callable[[str, float], None],
 ) -> Verdicts:
-    """Applies methods in order, each to the images that are still open.
-
-    Args:
-        methods: the prepared methods.
-        images: pixels in [0, 1], float64, shape (N, C, H, W).
-        predicted: classes y, shape (N,).
-        margins: f_y − f_j as computed, and reduced by what rounding may have added; +inf at j = y, shape (N, classes).
-        proved: whether that reduction is proved, bool, shape (N,).
-        ruled_out: images that only deterministic methods are applied to, bool, shape (N,).
-        ledger: pays for random start vectors.
-        watch: called with the running method and the number of finished images of the batch.
-    """
+    """Applies methods in order, each to the images that are still open."""
     eps = next(iter(methods.values())).subject.settings.largest_eps
     count = len(images)
     verdicts = Verdicts(

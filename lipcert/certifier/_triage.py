@@ -35,13 +35,7 @@ _MEDIUM, _LARGE = 1e6, 30e6
 
 
 def too_loose(model: Model, log10: float, eps: float) -> str:
-    """Why experience says that no method reaches ε on a network; empty if it does not say so.
-
-    Args:
-        model: the model in float64.
-        log10: decimal logarithm of its global bound.
-        eps: ε.
-    """
+    """Why experience says that no method reaches ε on a network; empty if it does not say so."""
     if eps < unreached(log10) or not math.isfinite(log10):
         return ""
     images = torch.rand(_LOOKED_AT, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
@@ -63,16 +57,7 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
 
 @torch.enable_grad()
 def first_order_limit(model: Model, images: Tensor, predicted: Tensor) -> Tensor:
-    """min_j m_j/‖∇_x m_j‖ over the classes j with the smallest margins m_j = f_y − f_j, at N images.
-
-    Args:
-        model: the model.
-        images: pixels in [0, 1], shape (N, C, H, W).
-        predicted: classes y, shape (N,).
-
-    Returns:
-        float64, shape (N,), on the CPU; ∞ where the gradient is 0 or not defined, since it then says nothing.
-    """
+    """min_j m_j/‖∇_x m_j‖ over the classes j with the smallest margins m_j = f_y − f_j, at N images."""
     pixels = images.detach().clone().requires_grad_()
     logits = model(pixels)
     classes = predicted.to(logits.device)[:, None]
@@ -146,16 +131,7 @@ class Triage:
 
 
 def triage(model: Model, images: Images, eps: float) -> Triage | None:
-    """Looks at the first images with the model as it is, for some seconds.
-
-    Args:
-        model: the model, in the type of its weights.
-        images: the data set.
-        eps: ε.
-
-    Returns:
-        None if the model gives no logits, or no image can be read.
-    """
+    """Looks at the first images with the model as it is, for some seconds."""
     parameters = sum(p.numel() for p in model.parameters())
     count = 8 if parameters < _MEDIUM else 4 if parameters < _LARGE else 2
     batch = next(iter(images.batches(count)), None)

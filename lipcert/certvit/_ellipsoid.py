@@ -37,12 +37,6 @@ class Ellipsoid:
         0; otherwise μ solves Σ_j λ_j c_j / (1 + μ λ_j)² = radius² with c_j = ‖(D Q)_j‖², see :func:`multiplier`. A
         final scaling towards the centre removes the rounding error of μ, so the constraint is violated by at most a few
         units in the last place.
-
-        Args:
-            point: V, (O, M).
-
-        Returns:
-            A matrix of the shape of V; V itself if it is a member.
         """
         change = self._into(point - self.centre)
         mu = multiplier(change.square().sum(dim=0), self.eigenvalues, self.radius)
@@ -59,12 +53,6 @@ class Ellipsoid:
 
         With D = point − centre and Y = D S the maximum is ⟨Y, centre⟩ + radius √tr(Y S⁻¹ Yᵀ). The root equals
         √tr(D S Dᵀ), so no inverse is needed, and S may be singular.
-
-        Args:
-            point: (O, M).
-
-        Returns:
-            Y, (O, M), and the maximum.
         """
         change = self._into(point - self.centre)
         weighted = change * self.eigenvalues
@@ -87,14 +75,6 @@ def multiplier(squares: Tensor, eigenvalues: Tensor, radius: float) -> float:
     weights c_j / λ_j. For p ≤ 1 such means are concave (the reverse Minkowski inequality), and this one increases. The
     tangent of a concave function lies above it. So Newton's steps from μ = 0, left of the root, are positive and never
     pass the root: the iteration is monotone and needs no bracket. It ends when a step is below rounding errors.
-
-    Args:
-        squares: c_j ≥ 0, (M,) float64.
-        eigenvalues: λ_j ≥ 0, (M,) float64.
-        radius: r > 0.
-
-    Returns:
-        μ, with a relative error near the float64 precision.
     """
     squares, eigenvalues = squares.double().cpu(), eigenvalues.double().cpu()
     energies = squares * eigenvalues

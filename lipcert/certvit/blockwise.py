@@ -75,27 +75,6 @@ def constrain_blockwise(
     These scripts recompute the threshold in each iteration; with the fixed β of the paper the iteration solves one
     convex problem. The bound of a mini-batch is error² · Σ_t ‖W_pre x_t‖² over its own rows, so the constraints of all
     mini-batches imply the pooled constraint.
-
-    Args:
-        weight: W_pre, (O, M); convolutions without groups are flattened to it.
-        blocks: J mini-batches, each as raw activations (T_j, M) or as :class:`Moments` without groups.
-        error: relative output error as a ratio of norms, above 0 and below 1.
-        eta: η of equation 10, in place of ``error``: the bound of a mini-batch of T rows is T η.
-        beta: the threshold; None uses the quantile.
-        quantile: the threshold as a quantile of |W_pre| over the entries that are not zero.
-        relaxation: λ, in (0, 2).
-        iterations: the number of iterations of Douglas–Rachford.
-        projection_epochs: the largest number of passes over the J mini-batches for one projection.
-        tolerance: the relative step of Ŵ at which the iteration stops.
-        projection_tolerance: the relative change in one pass at which a projection stops.
-        point: "projected" returns W̃, which nearly meets the constraint; "sparse" returns the thresholded W, as the
-            code of the authors does, which has zeros and a larger error.
-
-    Returns:
-        The solution. The projection is inexact, so ``error_reached`` may exceed ``error_asked``.
-
-    Raises:
-        InputError: no blocks; NaN; an error outside (0, 1); outputs that are all zero.
     """
     started = time.perf_counter()
     if not 0 < error < 1:
@@ -164,18 +143,7 @@ def _constraint(pre: Tensor, block: Tensor | Moments, error: float, eta: float |
 def project_blockwise(
     start: Tensor, pre: Tensor, constraints: Sequence[_Constraint], *, epochs: int, tolerance: float
 ) -> Tensor:
-    """Approximates the projection of ``start`` onto all constraints, one mini-batch after the other.
-
-    Args:
-        start: W₀, (O, M).
-        pre: W_pre, a point that meets all constraints.
-        constraints: of the J mini-batches.
-        epochs: limit for passes over them.
-        tolerance: relative change over one pass at which to stop.
-
-    Returns:
-        The last iterate.
-    """
+    """Approximates the projection of ``start`` onto all constraints, one mini-batch after the other."""
     current = start
     for _ in range(epochs):
         before = current
@@ -193,14 +161,6 @@ def haugazeau(start: Tensor, current: Tensor, delta: Tensor) -> Tensor:
 
     With π = ⟨W₀ − W, δ⟩, μ = ‖W₀ − W‖², ν = ‖δ‖² and χ = μν − π², which is zero when W₀ − W and δ are parallel. χ = 0
     with π < 0 would mean that the half-spaces have no common point, but W_pre is one.
-
-    Args:
-        start: W₀.
-        current: W.
-        delta: δ, not zero.
-
-    Returns:
-        The projection, same shape.
     """
     back = start - current
     pi = float((back * delta).sum())

@@ -44,16 +44,6 @@ class CalibrationImages:
     Attributes:
         count: the number of images of the last complete pass.
         left_out: the number of images of the loader that belong to the other share.
-
-    Args:
-        model: the model, which determines device and dtype.
-        loader: a tensor (N, C, H, W), a pair of it and labels (N,), or an iterable of such batches.
-        share: the images to use.
-        varied: refuses images that all have one colour.
-        order: shared by the two shares of a loader.
-
-    Raises:
-        InputError: the loader, the images or the labels are not valid; raised by the constructor or an iteration.
     """
 
     def __init__(self, model: Model, loader: Loader, share: Share, *, varied: bool, order: _Order):
@@ -105,11 +95,7 @@ class CalibrationImages:
 
 
 def part(model: Model, loader: Loader, held_out: Loader | None) -> tuple[CalibrationImages, CalibrationImages]:
-    """The calibration images and the held-out images: the given ones, or every fifth of the loader.
-
-    Raises:
-        InputError: the loader is an iterator, which can be read only once.
-    """
+    """The calibration images and the held-out images: the given ones, or every fifth of the loader."""
     order = _Order()
     shares: tuple[Share, Share] = ("calibration", "held-out") if held_out is None else ("all", "all")
     return (

@@ -81,15 +81,7 @@ class Layer:
 
 
 def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer], list[Untouched]]:
-    """The layers to constrain, in the order of the network, and the other weights, with the reason.
-
-    Args:
-        model: the model, which is run on one grey image to find the layers that it calls.
-        names: module paths in ``model.net``; None selects every layer that can be constrained.
-
-    Raises:
-        InputError: a name is no layer of the network, a named layer cannot be constrained, or there are no layers.
-    """
+    """The layers to constrain, in the order of the network, and the other weights, with the reason."""
     layers: dict[str, Layer] = {}
     for path, module in model.net.named_modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):

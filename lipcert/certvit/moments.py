@@ -45,11 +45,7 @@ class Moments:
 
     @classmethod
     def from_rows(cls, rows: Tensor, name: str = "layer") -> Moments:
-        """The moments of the rows of a (T, M) matrix, or of a (G, T, M) stack of them.
-
-        Raises:
-            InputError: a value is NaN or infinite, or there are no rows.
-        """
+        """The moments of the rows of a (T, M) matrix, or of a (G, T, M) stack of them."""
         stack = rows if rows.dim() == 3 else rows[None]
         moments = cls(name, stack.new_zeros(stack.shape[0], stack.shape[2], stack.shape[2], dtype=torch.float64))
         moments.add(stack)
@@ -57,11 +53,7 @@ class Moments:
         return moments
 
     def add(self, rows: Tensor) -> None:
-        """Adds the rows of a (G, T, M) stack.
-
-        Raises:
-            InputError: a value is NaN or infinite.
-        """
+        """Adds the rows of a (G, T, M) stack."""
         if not torch.isfinite(rows).all():
             raise InputError(f"the inputs of layer {self.name} are NaN or infinite; check the weights and the images")
         groups, count, width = rows.shape
@@ -83,11 +75,7 @@ class Moments:
         self.second = exact.mT @ self.second @ exact
 
     def require_rows(self) -> None:
-        """Checks that at least one row was added.
-
-        Raises:
-            InputError: there are no rows.
-        """
+        """Checks that at least one row was added."""
         if not self.rows:
             raise InputError(f"layer {self.name} saw no images; give at least one batch that is not empty")
 
@@ -122,15 +110,7 @@ class Moments:
         return max(0.0, float(((blocks @ self.second) * blocks).sum()))
 
     def relative_error(self, weight: Tensor, reference: Tensor) -> float:
-        """‖(W − W_pre) X‖ / ‖W_pre X‖ with Frobenius norms over all rows; 0.01 is an error of 1 %.
-
-        Args:
-            weight: W, (O, M) or (O, M₁, …) with as many entries.
-            reference: W_pre, of the same shape.
-
-        Returns:
-            The ratio; NaN if the outputs of the reference are all zero.
-        """
+        """‖(W − W_pre) X‖ / ‖W_pre X‖ with Frobenius norms over all rows; 0.01 is an error of 1 %."""
         before = reference.flatten(1).to(self.second)
         energy = self.energy(before)
         return math.sqrt(self.energy(weight.flatten(1).to(self.second) - before) / energy) if energy else math.nan
@@ -152,14 +132,7 @@ def collect(
     max_bytes: int = 2 << 30,
     progress: BatchProgress | None = None,
 ) -> dict[str, Moments]:
-    """The moments of every layer, on the CPU; see :func:`stream` for the arguments and for less memory.
-
-    Returns:
-        Module path → moments; if ``layers`` is None, without layers that the model never calls.
-
-    Raises:
-        InputError: see :func:`stream`.
-    """
+    """The moments of every layer, on the CPU; see :func:`stream` for the arguments and for less memory."""
     gathered: dict[str, Moments] = {}
     for group in stream(model, batches, layers, max_bytes=max_bytes, progress=progress):
         gathered.update(group)
@@ -179,23 +152,6 @@ def stream(
     A pass keeps at most ``max_bytes`` of moments on the device of the activations. A caller that drops each group after
     use never needs more memory. The model runs in evaluation mode without gradients. With torch.distributed
     initialised, each process passes its own share of the images, and all receive the sum.
-
-    Args:
-        model: called as ``model(batch)``; its result is not used.
-        batches: batches of images. Several groups need one pass each, so this must then be a list, a DataLoader or
-            another reusable iterable, not a generator.
-        layers: module path → nn.Linear, nn.Conv2d or, for its values, :class:`lipcert.surgery.L2Attention`, in any
-            order; None selects all Linear and Conv2d layers of the model.
-        max_bytes: the limit for the moments of one group, 8 · G · M² bytes per layer.
-        progress: called as ``progress(pass, passes, images so far)`` after every batch; passes start at 1.
-
-    Yields:
-        Module path → moments on the CPU, for one group of layers.
-
-    Raises:
-        InputError: there are no images; activations are NaN or infinite; a layer is no Linear or Conv2d, does more than
-            multiply by its weight, is never called, or has moments above ``max_bytes``; or several passes are needed
-            and ``batches`` can be read only once.
     """
     chosen = _chosen(model, layers)
     groups = _grouped(chosen, max_bytes)
@@ -278,9 +234,6 @@ def watching(layers: Mapping[str, Holder], see: Callable[[str, Tensor], object])
 
     The values of L2 attention multiply u = Σ_j P_ij y_j W_hᵀ/√d in head h. They are seen as v = Σ_j P_ij y_j, whose
     dimension is that of a head; :func:`mixing` leads from v to u.
-
-    Raises:
-        InputError: from ``see``, or because a layer does more than multiply by its weight.
     """
     handles = []
     attentions = [(name, module) for name, module in layers.items() if isinstance(module, L2Attention)]
@@ -343,11 +296,7 @@ class _Hook:
         self.first = False
 
     def _require_plain(self, module: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> None:
-        """Checks that the layer only multiplies its inputs by the weight; a subclass may pad or normalise them first.
-
-        Raises:
-            InputError: it does more, or computes NaN or infinity.
-        """
+        """Checks that the layer only multiplies its inputs by the weight; a subclass may pad them first."""
         first = inputs[:1]
         plain = F.linear(first, module.weight) if isinstance(module, nn.Linear) else _convolve(module, first)
         if module.bias is not None:

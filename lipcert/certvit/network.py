@@ -332,13 +332,7 @@ def _shortfalls(
 
 
 class _HeldOutErrors:
-    """The relative output errors of the layers on held-out images, in the original network.
-
-    Args:
-        chosen: the layers.
-        before: their weights.
-        after: their new weights.
-    """
+    """The relative output errors of the layers on held-out images, in the original network."""
 
     def __init__(self, chosen: Mapping[str, Layer], before: Weights, after: Weights):
         self.chosen, self.before, self.after = chosen, before, after
@@ -372,11 +366,7 @@ class _HeldOutErrors:
 
 
 def _check_labels(model: Model, held: CalibrationImages, *, required: bool) -> None:
-    """Reads the held-out images once, so that none of them stops the run after the layers are solved.
-
-    Raises:
-        InputError: there are none although some were given, or images or labels are not valid.
-    """
+    """Reads the held-out images once, so that none of them stops the run after the layers are solved."""
     with Processes.connected().together(), evaluating(model), torch.no_grad():
         images = classes = 0
         for batch, labels in held.pairs():

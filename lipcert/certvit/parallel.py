@@ -78,21 +78,6 @@ def solve_layers(
     this function needs ``if __name__ == "__main__"``. Each gets an equal number of threads. If one dies, the layers
     that are not finished are solved one at a time. With torch.distributed initialised, every process must pass the same
     tasks in the same order; each solves its share, and all receive all outcomes.
-
-    Args:
-        tasks: the layers.
-        workers: the number of local worker processes; None starts one per core, 0 solves in this process.
-        resume_dir: a folder for finished layers, created if missing. A file is used only if weight, moments and options
-            are those of the task.
-        progress: called as ``progress(name, outcome)`` when a layer is finished here or was read from a file.
-        devices: task k is solved on ``devices[k % len(devices)]``, such as ("cuda:0", "cuda:1").
-        max_bytes: no further task is taken while those that wait for a worker hold more than this in moments.
-
-    Returns:
-        Name → solutions by measure, on the CPU, or :class:`Failure`, in the order of the tasks.
-
-    Raises:
-        InputError: a device does not exist, the resume folder cannot be used, or two tasks have the same name.
     """
     processes = Processes.connected()
     with processes.together():

@@ -169,22 +169,6 @@ def constrain_matrix(
     which the constraint holds with equality; ``rescale`` multiplies W_pre by 1 − error. The norm of ``clip`` is at most
     that of ``rescale``: at the level (1 − error) σ₁ every singular value falls by at most the fraction ``error``.
     ``spectral`` starts from the point of ``clip`` and keeps the best point, so its norm is at most that of ``clip``.
-
-    Args:
-        weight: W_pre, (O, M), or (O, …) such as (O, C / G, kh, kw) with M = C / G · kh · kw.
-        moments: the moments of the inputs of the layer.
-        error: the allowed relative error, above 0 and below 1.
-        measure: "spectral" (‖W‖₂), "l1" (Σ |w|), "nuclear" (Σ σ), "clip" or "rescale".
-        tolerance: the relative duality gap at which the iteration stops; for ℓ1 also the relative step.
-        iterations: the largest number of iterations of Douglas–Rachford.
-
-    Returns:
-        The solution; its weight meets the constraint as evaluated in float64 on the raw moments, except for rounding
-        to half precision.
-
-    Raises:
-        InputError: the weight has NaN; shapes do not fit; the measure is unknown; the error is outside (0, 1); or all
-            outputs are zero.
     """
     return constrain_layer(weight, moments, error, (measure,), tolerance=tolerance, iterations=iterations)[measure]
 
@@ -199,23 +183,7 @@ def constrain_layer(
     iterations: int = ITERATIONS,
     norm: Callable[[Tensor], float] | None = None,
 ) -> dict[str, Solution]:
-    """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments.
-
-    Args:
-        weight: see :func:`constrain_matrix`, as moments, error, tolerance and iterations.
-        moments: of the inputs.
-        error: the allowed relative error.
-        measures: their names.
-        tolerance: where the iteration stops.
-        iterations: the largest number of iterations.
-        norm: computes an upper bound on the norm of the layer from a weight; None for the largest ‖W‖₂ of a group.
-
-    Returns:
-        Measure → solution.
-
-    Raises:
-        InputError: see :func:`constrain_matrix`.
-    """
+    """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments."""
     pre = _checked(weight, moments, error, measures)
     second = moments.second.to(pre.device)
     problems = [_Problem(w, _Inputs(s), _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
@@ -357,12 +325,6 @@ def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -
     Conjugate gradients minimise tr((V − centre) S (V − centre)ᵀ) over the matrices with these zeros, from ``sparse``
     on, and stop well inside. The member lies near the boundary, on the segment between the last two iterates: the first
     point that leaves room for rounding.
-
-    Args:
-        sparse: (O, M).
-        centre: the centre of the ellipsoid, (O, M).
-        second: S, (M, M).
-        radius: the radius of the ellipsoid.
     """
     mask = sparse != 0
 
@@ -410,18 +372,6 @@ def _douglas_rachford(
     Lower bound: for every Y and every feasible V, ‖V‖ · ‖Y‖_dual ≥ ⟨−Y, V⟩ ≥ −max_V ⟨Y, V⟩. The outward direction
     Y = (W̃ − centre) S is used, because at the limit −Y is a multiple of a subgradient of the norm, and then both
     inequalities are equalities.
-
-    Args:
-        ellipsoid: the constraint.
-        measure: the norm.
-        feasible: a feasible point; the result is never worse.
-        tolerance: for the relative gap and, if the zeros of W matter, ‖W̃ − W‖_F / ‖W̃‖_F.
-        iterations: the largest number of iterations.
-        start: the step, and Ŵ to begin with.
-        zeros_in: the moments S, for a result with the zeros of the last proximal operator; None for no zeros.
-
-    Returns:
-        The best feasible point seen, with iterations, gap and status.
     """
     assert start.step is not None
     step, centre = start.step, ellipsoid.centre

@@ -27,12 +27,6 @@ class DCT(Told):
 
     Source: Yu and Sapiro, "DCT image denoising: a simple and effective image denoising algorithm", IPOL 2011; weights
         as in Guleryuz, "Weighted averaging for denoising with overcomplete dictionaries", 2007.
-
-    Args:
-        input_size: (C, H, W) of the images; each side at least 8.
-
-    Raises:
-        InputError: the images are smaller.
     """
 
     name = "dct"

@@ -18,11 +18,7 @@ NAMES = tuple(_NAMED)
 
 
 def denoiser_named(name: str, input_size: tuple[int, ...]) -> Told:
-    """The denoiser ``dct`` or ``natural``, for images of a size (C, H, W).
-
-    Raises:
-        InputError: there is no such denoiser, or it does not take such images.
-    """
+    """The denoiser ``dct`` or ``natural``, for images of a size (C, H, W)."""
     if name not in _NAMED:
         close = difflib.get_close_matches(name, NAMES, 1)
         hint = f"did you mean {close[0]}? There are" if close else "choose one of"
@@ -90,11 +86,7 @@ class Denoised(Model):
 
 
 def check_noise(model: Model) -> None:
-    """Refuses a denoiser that needs to know the noise where there is none.
-
-    Raises:
-        InputError: the model has one.
-    """
+    """Refuses a denoiser that needs to know the noise where there is none."""
     if isinstance(model, Denoised) and isinstance(model.denoiser, Told):
         raise InputError("this denoiser is for noise of a known sigma; use it with --method smoothing")
 

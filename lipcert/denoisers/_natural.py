@@ -65,15 +65,7 @@ class NaturalNet(nn.Module):
         self.tail = nn.Conv2d(wide, planes, 3, padding=1)
 
     def forward(self, images: Tensor, sigma: Tensor) -> Tensor:
-        """The noise in images.
-
-        Args:
-            images: shape (N, 3, H, W), with H and W multiples of 8.
-            sigma: standard deviation of the noise, shape (N,) or (1,).
-
-        Returns:
-            An estimate of the noise, shape (N, 3, H, W).
-        """
+        """The noise in images."""
         planes = F.pixel_unshuffle(images, 2)
         level = sigma.view(-1, 1, 1, 1).expand(len(planes), 1, *planes.shape[2:])
         half = self.down_half(self.head(torch.cat([planes, level.to(planes.dtype)], 1)))
@@ -90,12 +82,6 @@ class Natural(Told):
 
     ``python -m benchmarks.train_denoiser`` made the weights: it says on which images, under which noise, and for which
     classifier's decision.
-
-    Args:
-        input_size: (C, H, W) of the images, of 3 colours.
-
-    Raises:
-        InputError: the images have no 3 colours, or the weights are missing or damaged.
     """
 
     name = "natural"

@@ -312,12 +312,7 @@ class _Recorder:
             return self.run(module, pixels), kernels.look
 
     def run(self, module: nn.Module, images: Tensor) -> Any:
-        """Runs the module on a tracked value. The module may write to ``images``.
-
-        Raises:
-            UnsupportedCode: the forward code does not accept a tracked value, or applies an unsupported operation to
-                it.
-        """
+        """Runs the module on a tracked value. The module may write to ``images``."""
         try:
             with module_calls(self.call_module):
                 return module(Tracked(images, self.start, self))
@@ -337,11 +332,7 @@ class _Recorder:
                 raise UnsupportedCode([(problem, self.path)])
 
     def wrap(self, outcome: Any, node: Node) -> Any:
-        """Wraps the result of an operation in tracked values.
-
-        Raises:
-            UnsupportedCode: the result is a number or another object that carries the image's values untracked.
-        """
+        """Wraps the result of an operation in tracked values."""
         if isinstance(outcome, Tensor):
             if outcome.is_floating_point() and outcome.dtype.itemsize == 1:
                 raise UnsupportedCode([(f"a cast to {str(outcome.dtype)[6:]}", self.path)])
@@ -568,25 +559,6 @@ def capture(
 
     In float64 the graph is the network in real arithmetic, where casts between floating-point types are the identity:
     see :func:`lipcert.numerics.in_real_arithmetic`.
-
-    Args:
-        module: the network, in evaluation mode.
-        images: example input, shape (1, C, H, W). The graph's result must equal the network's own on it. Random values
-            reveal differences best.
-        whole: each module for which this returns True becomes one node, with its operations in ``node.inner``.
-        casts: record casts in float64 too, as nodes whose ``dtype`` is the target type.
-        gradients: for training. Values that the forward code computes from parameters alone, such as parametrised
-            weights, keep their gradient. The result is not compared with the network's own; the caller must have done
-            that.
-
-    Returns:
-        The graph from the images to the module's output.
-
-    Raises:
-        InputError: the module is in training mode or does not return one tensor; or ``casts`` is set and the model
-            itself runs in real arithmetic.
-        UnsupportedCode: the forward code branches on the image's values, or writes through views so that the graph
-            would differ from the module.
     """
     for path, child in module.named_modules():
         if child.training:
@@ -620,11 +592,7 @@ def capture(
 
 
 def _run(module: nn.Module, images: Tensor) -> Any:
-    """Runs the module on images.
-
-    Raises:
-        InputError: the module does not run in their type.
-    """
+    """Runs the module on images."""
     try:
         return module(images.clone())
     except (LipcertError, MemoryError, torch.OutOfMemoryError):
@@ -648,18 +616,6 @@ def outline(
 
     Nothing is computed, so the graph is not compared with the network. Use it to find the rules that a network needs,
     never for bounds.
-
-    Args:
-        module: the network, with parameters on the meta device.
-        size: shape of one image, (C, H, W).
-        whole: as for :func:`capture`.
-
-    Returns:
-        The graph from one image to the module's output.
-
-    Raises:
-        InputError: the output does not depend on the image.
-        UnsupportedCode: as :func:`capture`.
     """
     images = torch.empty(1, *size, device="meta")
     recorder = _Recorder(module, images, whole, real=False)

@@ -58,11 +58,7 @@ class Look:
 
 
 def only_in(dtype: torch.dtype, look: Look) -> None:
-    """Refuses a network that computes in floating-point types other than ``dtype``, by casts or autocast.
-
-    Raises:
-        UnsupportedCode: an operation uses another type; names the first.
-    """
+    """Refuses a network that computes in floating-point types other than ``dtype``, by casts or autocast."""
     for step in look.steps:
         for dtype_used in step.types - {dtype}:
             raise UnsupportedCode(
@@ -75,9 +71,6 @@ def across_types(first: Look, other: Look) -> None:
 
     Casts, copies and views may differ. Everything else must be equal, numbers and tensors up to the rounding of the
     types.
-
-    Raises:
-        UnsupportedCode: the code does something different in the other type.
     """
     problems = differences(first, other, "in another floating-point type", types=True)
     if problems:
@@ -87,15 +80,7 @@ def across_types(first: Look, other: Look) -> None:
 def differences(
     first: Look, other: Look, when: str, types: bool = False, tolerance: float = 0.0
 ) -> list[tuple[str, str]]:
-    """The first difference between the steps of two runs, as (description, module path); empty if there is none.
-
-    Args:
-        first: one run.
-        other: the other run.
-        when: what is special about it, for the description.
-        types: allow casts, copies and views that differ, and the rounding of the types.
-        tolerance: allow numbers and constants that differ by this, relative to the largest entry.
-    """
+    """The first difference between the steps of two runs, as (description, module path); empty if there is none."""
     ours, theirs = first.steps, other.steps
     allowed = tolerance or (torch.finfo(torch.float32).eps if types else 0.0)
     if types:

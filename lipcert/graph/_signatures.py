@@ -131,13 +131,6 @@ def placed(
     ``torch.div(other=y, input=x)`` becomes ``torch.div(x, y)``. Arguments after a gap keep their names, in the order of
     the signature. So operands are in the same order however a network names them. Of functions and modules that are not
     torch's own only the arguments up to the last operand are placed, since rules of users may read the others by name.
-
-    Args:
-        function: the function that is called.
-        op: its canonical name, or the function itself, or the class of a module.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        operand: whether an argument holds a value that depends on the image.
     """
     if not kwargs or "stable" in kwargs:  # with it all further arguments of sort have names
         return args, kwargs

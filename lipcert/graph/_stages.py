@@ -263,16 +263,7 @@ class Replay:
         values: dict[Node, Tensor],
         path: Sequence[Node] | None = None,
     ) -> list[Tensor]:
-        """Evaluates the targets for a value of ``source``; nodes independent of it keep their nominal values.
-
-        Args:
-            source: the node to vary.
-            value: its value for each image, shape (N, *source.shape).
-            targets: nodes to evaluate.
-            values: nominal values, each of shape (N, *node.shape); must hold the operands of ``path`` that do not
-                depend on ``source``.
-            path: the operations to evaluate, in order; by default all those on paths from ``source`` to ``targets``.
-        """
+        """Evaluates the targets for a value of ``source``; nodes independent of it keep their nominal values."""
         path = self.between(source, targets) if path is None else path
         inside = {source, *path}
         outside = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))

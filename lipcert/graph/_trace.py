@@ -32,9 +32,6 @@ class Trace(TorchFunctionMode):
 
     Attributes:
         digest: SHA-256 of the operations so far.
-
-    Args:
-        identified: tensors whose entries do not enter the digest: the image, parameters and buffers.
     """
 
     def __init__(self, identified: Iterator[Tensor]):
@@ -86,11 +83,7 @@ def _content(tensor: Tensor) -> bytes:
 
 @torch.no_grad()
 def identity_of_code(model: Model) -> tuple[str, list[list[float]]]:
-    """The identity of a model's code, weights aside: what it does on fixed example images.
-
-    Returns:
-        SHA-256 of its operations, 64 hexadecimal digits; and its logits on each example image.
-    """
+    """The identity of a model's code, weights aside: what it does on fixed example images."""
     start = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
     digest, logits = hashlib.sha256(), []
     for image in examples(start.to(model.device, model.dtype)):
@@ -103,12 +96,7 @@ def identity_of_code(model: Model) -> tuple[str, list[list[float]]]:
 
 @torch.no_grad()
 def outputs_of(model: Model) -> int:
-    """The number of outputs of a model's network.
-
-    Raises:
-        InputError: the outputs are no logits of classes that exclude each other. That is known where the network ends
-            in a sigmoid, or where its configuration names the problem type ``multi_label_classification``.
-    """
+    """The number of outputs of a model's network."""
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
     results: list[Any] = []
     with model.net.register_forward_hook(lambda _, __, result: results.append(result)), _tracing(model, image) as trace:

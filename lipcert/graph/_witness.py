@@ -325,14 +325,7 @@ def look(module: nn.Module, image: Tensor, stack: list[str], noise: float = 0.0)
 
 @contextmanager
 def watched(module: nn.Module, pixels: Tensor, stack: list[str], noise: float = 0.0) -> Iterator[_Kernels]:
-    """Records, inside the ``with`` block, the kernel calls with an argument that depends on ``pixels``.
-
-    Args:
-        module: the network.
-        pixels: the input, shape (1, C, H, W); the block must use this tensor object.
-        stack: module paths; the last entry is the module that is running.
-        noise: as for :func:`look`.
-    """
+    """Records, inside the ``with`` block, the kernel calls with an argument that depends on ``pixels``."""
     dependent = _DEPENDENT[module] = _Dependent(_DEPENDENT.get(module))
     dependent.add(pixels)
     kernels = _Kernels(Look(pixels.clone()), module, dependent, stack, noise)
@@ -402,11 +395,7 @@ def examples(image: Tensor) -> list[Tensor]:
 
 
 def first_run(module: nn.Module, image: Tensor) -> Any:
-    """Runs a module, possibly for the first time, on an image of shape (1, C, H, W); returns its result.
-
-    Raises:
-        UnsupportedCode: the module keeps values of this image and does not replace them for the next image.
-    """
+    """Runs a module, possibly for the first time, on an image of shape (1, C, H, W); returns its result."""
     with _path_of_calls(module) as stack:
         record = look(module, image, stack)
         stale = record.held - look(module, image, stack).held if record.held else ()
@@ -419,19 +408,7 @@ _EXAMINED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Look]]] = weakre
 
 
 def examine(module: nn.Module, image: Tensor, real: bool = False) -> list[Look]:
-    """Runs and checks a module on several images, in the type of ``image``; cached while the module is unchanged.
-
-    Args:
-        module: the network, in evaluation mode. It must have run before, so that one-time preparation is done.
-        image: an example, shape (1, C, H, W).
-        real: run in real arithmetic, without casts (:mod:`lipcert.numerics`).
-
-    Returns:
-        One :class:`Look` for each of :func:`examples`.
-
-    Raises:
-        UnsupportedCode: the code does something that the module docstring lists; names the module path.
-    """
+    """Runs and checks a module on several images, in the type of ``image``; cached while the module is unchanged."""
     made_of = _state(module), image.shape, image.dtype, image.device, real
     cached, looks = _EXAMINED.get(module, (None, []))
     if cached != made_of:
@@ -513,17 +490,7 @@ def _same_with_gradients(module: nn.Module, image: Tensor, plain: Tensor) -> boo
 
 
 def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) -> None:
-    """Checks an examined module and its graph on one more image.
-
-    Args:
-        module: the network.
-        graph: its captured graph.
-        image: shape (1, C, H, W).
-        real: as for :func:`examine`.
-
-    Raises:
-        UnsupportedCode: the module behaves differently on this image than on those of :func:`examine`.
-    """
+    """Checks an examined module and its graph on one more image."""
     first, *_ = examine(module, image, real)
     with RealArithmetic() if real else nullcontext(), _path_of_calls(module) as stack:
         record = look(module, image, stack)
@@ -537,11 +504,7 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
 
 
 def as_captured(first: Look, captured: Look) -> None:
-    """Compares the kernels of an ordinary run with those of the capture, on the same image.
-
-    Raises:
-        UnsupportedCode: the code treats a tensor differently from the value that records operations.
-    """
+    """Compares the kernels of an ordinary run with those of the capture, on the same image."""
     problems = differences(captured, first, "for a tensor but not when it is captured", types=True)
     if problems:
         raise UnsupportedCode(problems)

@@ -128,16 +128,6 @@ def check_free(
 
     Something else is what is not an artifact, another architecture, a model that was constrained or fine-tuned where
     the new one is not, and one that went through the step with other settings.
-
-    Args:
-        path: the file to write.
-        model: what is to be written there.
-        force: whether to overwrite all the same.
-        step: the step that the model is still to go through.
-        settings: its settings, as the recipe records them.
-
-    Raises:
-        InputError: there is such a file.
     """
     if force or not os.path.exists(path):
         return
@@ -161,15 +151,7 @@ def check_free(
 
 
 def load_artifact(path: str | os.PathLike[str]) -> Model:
-    """Rebuilds the model that :func:`save` wrote.
-
-    Returns:
-        The model in evaluation mode, with exactly the same weights.
-
-    Raises:
-        LoadError: the file is missing, damaged, changed, not an artifact, or of a newer format, or this timm cannot
-            build its network.
-    """
+    """Rebuilds the model that :func:`save` wrote."""
     path = Path(path)
     content = read_metadata(path)
     source = content["source"]
@@ -228,9 +210,6 @@ def _fill(model: Model, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype
     """Replaces the model's tensors by those of the file, one by one, so that they are not all in memory twice.
 
     Floating-point tensors are converted to ``dtype``, where it is given.
-
-    Raises:
-        ValueError: the file and the model have different tensors, shapes or types.
     """
     tensors = _state(model, keep_vars=True)
     if tensors.keys() != shapes.keys():
@@ -256,16 +235,7 @@ def is_artifact(path: str | os.PathLike[str]) -> bool:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads an artifact's metadata, without the weights, and checks them for completeness and changes.
-
-    Returns:
-        ``format``, ``lipcert`` and ``timm`` (versions), ``source``, ``data_config``, ``mean``, ``std``, ``input_size``,
-        ``recipe``, ``facts`` and ``weights_hash``; ``dtype``, that of the weights, where they are stored in half
-        precision.
-
-    Raises:
-        LoadError: the file is missing, damaged, changed, not an artifact, or of a newer format.
-    """
+    """Reads an artifact's metadata, without the weights, and checks them for completeness and changes."""
     path = Path(path)
     if not os.path.isfile(path):
         raise LoadError(f"there is no file {path}")
@@ -302,15 +272,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def weights_hash(model: Model) -> str:
-    """SHA-256 of the weights: names, types, shapes and bytes of all tensors that determine the logits.
-
-    Args:
-        model: the hash covers its state dict, sorted by name and including a denoiser, then its mean and standard
-            deviation.
-
-    Returns:
-        64 hexadecimal digits, independent of machine and device.
-    """
+    """SHA-256 of the weights: names, types, shapes and bytes of all tensors that determine the logits."""
     state = sorted(model.state_dict().items())
     state = [(name.removeprefix("net."), value) for name, value in state]
     return _tensors_hash([*state, ("mean", model.mean), ("std", model.std)])
@@ -346,9 +308,6 @@ def check_rebuilds(model: Model) -> None:
     """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it.
 
     Of a network that was given as a module, arguments of timm are inferred; those that rebuild it are kept.
-
-    Raises:
-        InputError: timm does not rebuild the network.
     """
     if any(step["step"] == "denoise" for step in model.recipe) and not is_named(model):
         raise InputError(

@@ -32,14 +32,6 @@ def check_described(
 
     The work is bounded by the size of the file: construction stops as soon as the network has many more parts than the
     file has tensors.
-
-    Args:
-        build: builds the network.
-        arguments: the arguments of the network.
-        shapes: shapes of the tensors in the file, by name.
-
-    Raises:
-        ValueError: the network differs from the file, or is much larger.
     """
     numbers = list(_numbers(arguments))
     whole = sum(abs(number) for number in numbers if isinstance(number, int))

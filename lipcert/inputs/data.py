@@ -83,11 +83,7 @@ class Batch:
 
 
 def image_hash(image: Tensor) -> str:
-    """What tells an image from others: 32 hexadecimal digits of the SHA-256 of its shape and float32 pixels.
-
-    Args:
-        image: as it is certified, after preprocessing, shape (C, H, W), in [0, 1].
-    """
+    """What tells an image from others: 32 hexadecimal digits of the SHA-256 of its shape and float32 pixels."""
     pixels = image.detach().cpu().float().contiguous().numpy().astype("<f4", copy=False)
     return hashlib.sha256(f"{pixels.shape}\n".encode() + pixels.tobytes()).hexdigest()[:32]
 
@@ -171,18 +167,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         return []
 
     def batches(self, size: int | Iterable[int], only: Collection[int] | None = None) -> Iterator[Batch]:
-        """All images in order, or some of them.
-
-        Args:
-            size: images per batch, or the numbers of images of one batch after the other; the last one may be smaller.
-            only: indices of the images that are wanted; others are not decoded where the data set allows it.
-
-        Yields:
-            Batches of these sizes.
-
-        Raises:
-            InputError: naming an image that cannot be read, or a label that is none of the model's classes.
-        """
+        """All images in order, or some of them."""
         items = self._items(only)
         for count in repeat(size) if isinstance(size, int) else size:
             if not (chunk := list(islice(items, count))):
@@ -308,11 +293,7 @@ class _Transform:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """The image with grey values of 16 bits scaled to 8, where Pillow would cut them off at 255.
-
-    Raises:
-        ValueError: grey values whose range is not known.
-    """
+    """The image with grey values of 16 bits scaled to 8, where Pillow would cut them off at 255."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         return Image.fromarray(((np.asarray(image).astype(np.int64) * 255 + 32767) // 65535).astype(np.uint8))
     if image.mode in ("I", "F"):

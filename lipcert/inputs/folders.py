@@ -103,11 +103,7 @@ def is_hidden(parts: Sequence[str]) -> bool:
 
 
 def in_folder(folder: Path, spec: str) -> Files:
-    """The files of a folder; links are followed.
-
-    Raises:
-        InputError: a link to a folder that it is in, or what is neither a file nor a folder.
-    """
+    """The files of a folder; links are followed."""
     files = Files(spec, lambda parts: folder.joinpath(*parts).open("rb"))
 
     def walk(place: Path, parts: tuple[str, ...], above: tuple[Path, ...]) -> None:
@@ -138,11 +134,7 @@ def in_folder(folder: Path, spec: str) -> Files:
 
 
 def whole_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive, which must end with a block of zeros: tarfile does not miss what is cut off.
-
-    Raises:
-        tarfile.TarError: it does not.
-    """
+    """The members of an archive, which must end with a block of zeros: tarfile does not miss what is cut off."""
     yield from archive
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
@@ -151,11 +143,7 @@ def whole_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def in_tar(path: Path, spec: str) -> Files:
-    """The files of an uncompressed archive, and of archives in it, whose names are folders.
-
-    Raises:
-        tarfile.TarError: a member is not whole, the archive is cut off, or it is compressed.
-    """
+    """The files of an uncompressed archive, and of archives in it, whose names are folders."""
     archive = tarfile.open(path, "r:")  # noqa: SIM115  read as long as the data set is in use
     members: dict[tuple[str, ...], tuple[tarfile.TarFile, tarfile.TarInfo]] = {}
 

@@ -24,14 +24,7 @@ _LABEL_COLUMNS = (
 
 
 class ClassList:
-    """The number of each class: a name a line, in order, or a name and its number; or JSON.
-
-    Args:
-        path: the file.
-
-    Raises:
-        InputError: it cannot be read, or names a class twice.
-    """
+    """The number of each class: a name a line, in order, or a name and its number; or JSON."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -95,15 +88,7 @@ class ClassList:
         return [(line, number) for number, line in enumerate(lines)]
 
     def numbers(self, names: Sequence[str], count: int) -> dict[str, int]:
-        """The numbers of some classes of a model.
-
-        Args:
-            names: the classes.
-            count: how many classes the model has.
-
-        Raises:
-            InputError: the list lacks one of them, or is of another number of classes.
-        """
+        """The numbers of some classes of a model."""
         if self.positions and len(self.names) != count:
             raise InputError(
                 f"{self.path} names {len(self.names)} classes and the model has {count}; name all in their order, or "
@@ -128,12 +113,6 @@ class LabelList:
     """The label of each file: CSV with a column of file names and one of labels, with or without a head; or JSON.
 
     JSON is an object of file names and labels, or a list of rows; ``.jsonl`` has a row a line.
-
-    Args:
-        path: the file.
-
-    Raises:
-        InputError: it cannot be read, or has no such columns, or two labels for one file.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -179,11 +158,7 @@ class LabelList:
         return [[*content[0]], *([str(cell) for cell in row.values()] for row in content)]
 
     def of(self, names: Sequence[str]) -> list[str]:
-        """The labels of files, by the path below the folder, without its suffix, or by the name alone.
-
-        Raises:
-            InputError: a file has none, or shares one with another file.
-        """
+        """The labels of files, by the path below the folder, without its suffix, or by the name alone."""
         keys: dict[str, str] = {}
         missing = []
         for name in names:
@@ -206,11 +181,7 @@ class LabelList:
         return self.stems.get(os.path.basename(stem))
 
     def numbered(self, labels: Sequence[str], classes: ClassList | None, count: int) -> tuple[list[int], int | None]:
-        """The class numbers, and how many classes names are of; None where the list gives numbers.
-
-        Raises:
-            InputError: a label that is neither a number of a class nor in the list of classes.
-        """
+        """The class numbers, and how many classes names are of; None where the list gives numbers."""
         numbers = [number for label in labels if (number := _whole(label)) is not None]
         if classes is not None:
             positions = classes.numbers(sorted({*labels}), count)

@@ -131,9 +131,6 @@ def _frozen(net: nn.Module) -> nn.Module:
     """A copy of a network in which parametrised tensors are plain ones, with the values they have now.
 
     ``remove_parametrizations`` would change the network that was copied too: the two share their classes.
-
-    Raises:
-        InputError: the network cannot be copied.
     """
     try:
         net = copy.deepcopy(net)
@@ -151,17 +148,7 @@ def _frozen(net: nn.Module) -> nn.Module:
 
 
 def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """Resolves a command's MODEL argument.
-
-    Args:
-        model: a name, an id or a path, which are returned unchanged; or None.
-
-    Returns:
-        For None the newest lipcert artifact in the working folder, or the bundled checkpoint if there is none.
-
-    Raises:
-        LoadError: if there is no model.
-    """
+    """Resolves a command's MODEL argument."""
     if model is not None:
         return BUNDLED if model == "bundled" else path_of(os.fspath(model)) or model
     artifacts = [path for path in Path().glob("*.safetensors") if is_artifact(path)]

@@ -54,14 +54,6 @@ def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
     """Opens a data set whose name starts with one of ``KINDS``.
 
     Those of torchvision lie in the folder ``datasets`` of torch.hub and are downloaded where they are missing.
-
-    Args:
-        kind: the part before the slash, in lower case.
-        spec: such as ``"torch/svhn:train"``.
-        purpose: decides the split where the name has none.
-
-    Raises:
-        InputError: one that is not there, cannot be downloaded, or needs a package.
     """
     name, _, split = spec.partition(":")
     folder = name.partition("/")[2]
@@ -187,13 +179,7 @@ class HubStream(_Hub, Stream):
 
 
 class Shards(Stream):
-    """A WebDataset without a list of its shards: the ``.tar`` files of a folder, with ``NAME.jpg`` and ``NAME.cls``.
-
-    Args:
-        folder: where the shards are; those of a split have its name in theirs, or in the folder that they are in.
-        split: the split; "" for the one of the purpose, or for all shards where their names tell of none.
-        purpose: decides the split where none is given.
-    """
+    """A WebDataset without a list of its shards: the ``.tar`` files of a folder, with ``NAME.jpg`` and ``NAME.cls``."""
 
     def __init__(self, folder: Path, split: str, purpose: Purpose):
         files = sorted(path for path in folder.rglob("*.tar") if not is_hidden(path.relative_to(folder).parts))
@@ -265,9 +251,6 @@ class TinyImageNet:
     """One split of TinyImageNet as it is unpacked: ``train/CLASS/images/*``, or ``val/images/*`` with a list of labels.
 
     A class has the position of its name in the sorted ``wnids.txt``.
-
-    Args:
-        folder: ``train`` or ``val``.
     """
 
     def __init__(self, folder: Path):

@@ -35,9 +35,6 @@ class Preprocessing:
         crop_pct: side of the crop as a fraction of the resized image's side, from 0.1 to 1.
         input_size: height and width of the network's input, or one number for both.
         interpolation: one of ``INTERPOLATIONS``.
-
-    Raises:
-        InputError: a value is not valid.
     """
 
     mean: Sequence[float] | str | None = option(
@@ -89,11 +86,7 @@ class Preprocessing:
         )
 
     def apply(self, model: Model) -> None:
-        """Changes a model's normalisation, input size and data configuration.
-
-        Raises:
-            InputError: the number of channels is not the model's, or the model does not accept the input size.
-        """
+        """Changes a model's normalisation, input size and data configuration."""
         channels = model.input_size[0]
         for name in ("mean", "std"):
             numbers = getattr(self, name)
@@ -116,11 +109,7 @@ class Preprocessing:
 
 
 def check_scale(mean: Any, std: Any) -> None:
-    """Refuses the normalisation of pixels from 0 to 255: lipcert's are in [0, 1].
-
-    Raises:
-        InputError: a mean or a standard deviation that no such pixels have; says what to give.
-    """
+    """Refuses the normalisation of pixels from 0 to 255: lipcert's are in [0, 1]."""
     for name, numbers, how_many in (("mean", mean, any), ("std", std, all)):
         if numbers is not None and how_many(abs(x) > _LARGEST_PIXEL for x in numbers):
             right = ",".join(f"{x / 255:.6g}" for x in numbers)
@@ -131,12 +120,7 @@ def check_scale(mean: Any, std: Any) -> None:
 
 
 def preprocessing(model: Model, files: bool) -> dict[str, Any]:
-    """The preprocessing for JSON: ``input_size, mean, std, interpolation, crop_pct, crop_mode``.
-
-    Args:
-        model: the model.
-        files: whether images are read from files. The last three entries are None for images stored at the input size.
-    """
+    """The preprocessing for JSON: ``input_size, mean, std, interpolation, crop_pct, crop_mode``."""
     stated = {key: value for key, value in model.data_config.items() if key in RESIZING and value is not None}
     config = {**RESIZING, **stated} if files else dict.fromkeys(RESIZING)
     mean, std = (value.flatten().tolist() for value in (model.mean, model.std))

@@ -71,11 +71,7 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all processes run. If one of them raises, all raise at its end, so that none waits forever.
-
-        Raises:
-            InputError: another process failed.
-        """
+        """A block that all processes run. If one of them raises, all raise at its end, so that none waits forever."""
         failure: Exception | None = None
         try:
             yield

@@ -9,17 +9,7 @@ COUNT = 8
 
 
 def sample_images(channels: int, height: int, width: int, count: int = COUNT) -> Tensor:
-    """Images with the spectrum of natural ones: noise whose amplitude falls with frequency, and a few flat shapes.
-
-    Args:
-        channels: number of channels; correlated, as colours are.
-        height: height in pixels.
-        width: width in pixels.
-        count: N.
-
-    Returns:
-        uint8, shape (N, channels, height, width), the same in every run.
-    """
+    """Images with the spectrum of natural ones: noise whose amplitude falls with frequency, and a few flat shapes."""
     generator = torch.Generator().manual_seed(0)
     frequency = torch.fft.fftfreq(height)[:, None].square() + torch.fft.rfftfreq(width)[None].square()
     amplitude = (frequency + 1 / max(height, width) ** 2).rsqrt()

@@ -38,20 +38,7 @@ def is_timm_name(source: str) -> bool:
 
 
 def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> nn.Module:
-    """Calls ``timm.create_model`` and reports every failure in one line.
-
-    Args:
-        name: timm name, ``hf-hub:`` id or ``local-dir:`` folder.
-        pretrained: whether timm loads the weights of the name.
-        arguments: passed to timm.
-
-    Returns:
-        The network, in training mode as timm leaves it.
-
-    Raises:
-        LoadError: the name or tag is unknown, the hub is unreachable, the weights do not exist, or the model does not
-            accept the arguments.
-    """
+    """Calls ``timm.create_model`` and reports every failure in one line."""
     if not is_timm_name(name):
         raise LoadError(
             f"timm has no model {shortened(name)!r}{_similar(name)}; a file is given by its path, "

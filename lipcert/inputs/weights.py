@@ -78,18 +78,7 @@ class StoredWeights:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
-    """Reads a checkpoint file.
-
-    Args:
-        path: a ``.safetensors`` file, or a file that ``torch.load(weights_only=True)`` reads; objects other than
-            tensors are left out and never made.
-
-    Returns:
-        Its content, without wrappers and without ``module.`` and ``_orig_mod.`` prefixes.
-
-    Raises:
-        LoadError: the file is missing, damaged or not a checkpoint, or it holds Python objects in place of tensors.
-    """
+    """Reads a checkpoint file."""
     path = Path(path)
     if os.path.isdir(path):
         raise LoadError(
@@ -177,12 +166,6 @@ def load_weights(
 
     A warning says so where a prefix was stripped that training wrappers do not write by themselves, where timm's own
     remapping of names was needed, and which tensors are outside the network.
-
-    Returns:
-        ``mean`` and ``std``, if a normaliser beside the network holds them.
-
-    Raises:
-        LoadError: tensors are missing, unexpected, or of another shape or type; names the first ones.
     """
     tensors = net.state_dict()
     needed = [key for key in tensors if not key.endswith("num_batches_tracked")]
@@ -259,11 +242,7 @@ def _other_heads(net: nn.Module, state: Mapping[str, Tensor]) -> dict[str, tuple
 
 
 def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathLike[str]) -> str:
-    """The prefix below which the file has all tensors of the network; "" where there is none.
-
-    Raises:
-        LoadError: several networks in one file, with other weights.
-    """
+    """The prefix below which the file has all tensors of the network; "" where there is none."""
     if not needed or all(key in state for key in needed):
         return ""
     first = needed[0]
@@ -313,11 +292,7 @@ def _normaliser(state: Mapping[str, Tensor], outside: Sequence[str]) -> tuple[di
 
 
 def load_npz(net: nn.Module, file: str | os.PathLike[str], name: str) -> None:
-    """Loads weights that JAX's ``vision_transformer`` and its relatives wrote, through timm.
-
-    Raises:
-        LoadError: timm does not read them for this network, or they leave a part of it as it was.
-    """
+    """Loads weights that JAX's ``vision_transformer`` and its relatives wrote, through timm."""
     load = getattr(net, "load_pretrained", None)
     if load is None:
         raise LoadError(f"{file} is an archive of NumPy, which timm does not load for {name}; give weights of PyTorch")
@@ -336,11 +311,7 @@ def load_npz(net: nn.Module, file: str | os.PathLike[str], name: str) -> None:
 
 
 def check_finite(net: nn.Module, origin: str) -> None:
-    """Refuses weights that hold NaN or infinity.
-
-    Raises:
-        LoadError: there are such weights; names the first tensor.
-    """
+    """Refuses weights that hold NaN or infinity."""
     problem = unusable(net)
     if problem is not None:
         raise LoadError(f"{origin}: {problem}; a model with such weights cannot be certified")
@@ -440,11 +411,7 @@ def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """Checks of a mapped file that torch omits.
-
-    Raises:
-        ValueError: the archive is compressed, so that reading it could exhaust the memory, or a checksum is wrong.
-    """
+    """Checks of a mapped file that torch omits."""
     with zipfile.ZipFile(path) as archive:
         names = [name.partition("/")[2] for name in archive.namelist()]
         if "constants.pkl" in names or any(name.startswith("code/") for name in names):

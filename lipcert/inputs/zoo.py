@@ -63,15 +63,7 @@ class Architecture:
 
 
 def architectures(pattern: str | None = None, family: str | None = None) -> list[Architecture]:
-    """The architectures of the installed timm, by name.
-
-    Args:
-        pattern: a name, part of a name, or a pattern with ``*``, ``?`` and ``[...]`` for a whole name.
-        family: a timm file, such as ``vision_transformer``.
-
-    Returns:
-        The architectures; those missing from the table have ``checked`` False.
-    """
+    """The architectures of the installed timm, by name."""
     import timm  # takes seconds, too long for the completion of names
 
     import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)

@@ -34,9 +34,6 @@ def activation(
 
     With ``beta`` it is :class:`lipcert.surgery.SmoothMaxMin` in place of MaxMin. With ``sides``, the sides of its
     images, () behind a dense layer, every unit has thresholds of its own; else all units of the layer share them.
-
-    Raises:
-        InputError: the name is unknown, or MaxMin is given an odd number of channels.
     """
     if name not in ACTIVATIONS:
         raise InputError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")

@@ -20,22 +20,7 @@ Convolution = tuple[int, int, int, int]  # channels, kernel, stride, padding
 
 
 class LipConvNet(Classifier):
-    """Convolutions and dense layers, each followed by an activation, and a linear head.
-
-    Args:
-        convolutions: (channels, kernel, stride, padding) of each convolution.
-        dense: the widths of the dense layers before the head.
-        act_layer: ``clipped-relu``, ``relu``, ``maxmin`` or ``clipped-maxmin``.
-        thresholds: of the clipped activations: ``neuron`` for one of each unit, as in the paper, or ``layer`` for one
-            that all units of a layer share.
-        bias: whether convolutions and dense layers have biases.
-        num_classes: the number of classes.
-        in_chans: the number of channels of the images.
-        img_size: the side of the images in pixels.
-
-    Raises:
-        InputError: the images are too small for the convolutions, or there are no such thresholds.
-    """
+    """Convolutions and dense layers, each followed by an activation, and a linear head."""
 
     def __init__(
         self,

@@ -25,11 +25,6 @@ class Shift(nn.Module):
     """Moves a share of the channels by one position in each of the four directions, around the edge of the image.
 
     It is a permutation of the entries, and computed as one, so that its norm is 1.
-
-    Args:
-        channels: the number of channels.
-        sides: the height and width of the values.
-        share: the share of the channels that is moved in each direction.
     """
 
     order: Tensor
@@ -71,20 +66,7 @@ class Block(nn.Module):
 
 
 class LipNeXt(Classifier):
-    """Patches, blocks, ℓ2 pooling and a normalised head.
-
-    Args:
-        depth: the number of blocks.
-        width: the number of channels of the blocks.
-        patch: the side of a patch in pixels, which are the channels of the first matrix.
-        beta: the share β of channels whose absolute values are taken.
-        num_classes: the number of classes.
-        in_chans: the number of channels of the images.
-        img_size: the side of the images in pixels.
-
-    Raises:
-        InputError: the patches do not cover the image, or β is not in [0, 1].
-    """
+    """Patches, blocks, ℓ2 pooling and a normalised head."""
 
     linear = NormalizedLinear
 

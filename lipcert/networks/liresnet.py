@@ -84,27 +84,7 @@ def stem_and_blocks(
 
 
 class LiResNet(Classifier):
-    """Stem, linear residual blocks, neck and normalised head.
-
-    Args:
-        depth: L, the number of blocks.
-        width: W, the number of channels of the blocks.
-        neck: the number of channels of the convolution of the neck; W by default.
-        num_features: the width of the dense layer of the neck.
-        stem: kernel, stride and padding of the first convolution.
-        act_layer: ``maxmin``, ``clipped-maxmin``, ``relu`` or ``clipped-relu``.
-        block: ``linear``; or, for comparison, ``residual`` for the conventional block (appendix D) or ``conv`` for a
-            convolution without a residual connection (appendix C).
-        beta: β of a :class:`lipcert.surgery.SmoothMaxMin` in place of each MaxMin of the neck, so that ``anchored``
-            linearises what follows the blocks; 0 for MaxMin.
-        mirror: averages the features of an image and of its mirror image (:func:`classify`).
-        num_classes: the number of classes.
-        in_chans: the number of channels of the images.
-        img_size: the side of the images in pixels.
-
-    Raises:
-        InputError: the sizes do not fit, or the block is unknown.
-    """
+    """Stem, linear residual blocks, neck and normalised head."""
 
     linear = NormalizedLinear
 

@@ -22,17 +22,7 @@ from lipcert.surgery import L2Attention, SmoothProject
 
 
 class ResidualEmbed(nn.Module):
-    """A stem, linear residual blocks, and a convolution with disjoint patches that produces the tokens.
-
-    Args:
-        img_size: the side of the images in pixels.
-        patch_size: the side of the patch of a token in pixels; the stem halves it.
-        in_chans: the number of channels of the images.
-        embed_dim: the width of the tokens.
-        bias: whether the last convolution has a bias.
-        depth: the number of residual blocks.
-        width: the number of channels of the blocks.
-    """
+    """A stem, linear residual blocks, and a convolution with disjoint patches that produces the tokens."""
 
     def __init__(
         self,
@@ -57,23 +47,7 @@ class ResidualEmbed(nn.Module):
 
 
 class Hybrid(VisionTransformer):
-    """timm's vision transformer on the tokens of :class:`ResidualEmbed`, with smooth projections as normalisations.
-
-    Args:
-        attention: "dot", or "l2" for :class:`lipcert.surgery.L2Attention`.
-        width: the number of channels of the residual blocks on the image.
-        residual_depth: the number of these blocks.
-        radius: of the projections.
-        start: a factor of the initial weights at the end of every branch of attention and of every MLP.
-        neck: the width of a dense layer on all tokens together between two MaxMin activations, as LiResNet's, with a
-            head whose rows have norm 1; 0 for the mean of the tokens and a plain head.
-        beta: β of a :class:`lipcert.surgery.SmoothMaxMin` in place of each MaxMin of the neck; 0 for MaxMin.
-        mirror: averages the features of an image and of its mirror image (:func:`classify`).
-        **kwargs: of the vision transformer.
-
-    Raises:
-        InputError: there is no such attention.
-    """
+    """timm's vision transformer on the tokens of :class:`ResidualEmbed`, with smooth projections as normalisations."""
 
     def __init__(
         self,

@@ -191,21 +191,6 @@ def conv_transpose_norm(
     A transposed convolution is the adjoint of the convolution with the same parameters on images of the transposed
     convolution's output size. If ``output_padding`` reaches the stride, it is the adjoint of a restriction to some of
     that convolution's outputs. So :func:`conv_norm` of that convolution is a bound.
-
-    Args:
-        weight: shape (in, out/groups, *kernel), as in ``torch.nn.functional.conv_transpose2d``.
-        input_size: spatial size of the input, without channels.
-        stride: one number, or one per dimension.
-        padding: one number, or one per dimension.
-        output_padding: one number, or one per dimension.
-        dilation: one number, or one per dimension.
-        groups: as in ``torch.nn.functional.conv_transpose2d``.
-
-    Returns:
-        The bound; 0 for a zero or empty weight.
-
-    Raises:
-        InputError: if the arguments do not fit together, or the weight is not real or holds NaN or an infinity.
     """
     kernel = _kernel(weight, input_size)
     strides = _per_dimension(stride, len(kernel), "stride", 1)
@@ -290,15 +275,7 @@ def _axis(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, i
 
 
 def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
-    """The V_e of the polyphase form.
-
-    Args:
-        matrices: shape (groups, out, in, *kernel), channels per group.
-        axes: the dimensions.
-
-    Returns:
-        Shape (*exponents, groups, out, phases · in), phases over all dimensions.
-    """
+    """The V_e of the polyphase form."""
     dimensions = len(axes)
     kernels = matrices.movedim(tuple(range(3, 3 + dimensions)), tuple(range(dimensions)))
     grid = [len(axis.exponents) for axis in axes] + [len(axis.phases) for axis in axes]
@@ -313,13 +290,7 @@ def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
 
 @remembered
 def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
-    """An upper bound on the maximum over ω of ‖Σ_e V_e e^{iω·e}‖.
-
-    Args:
-        taps: V, shape (exponents, groups, rows, columns), exponents over all dimensions, largest entry near 1.
-        axes: the dimensions.
-        twisted: whether grids halfway between the frequencies of the torus may be used in its place.
-    """
+    """An upper bound on the maximum over ω of ‖Σ_e V_e e^{iω·e}‖."""
     if len(taps) == 1:
         return matrices_norm(taps[0])
     if taps.shape[2] > taps.shape[3]:
@@ -400,16 +371,7 @@ def _grams(taps: Tensor, steps: Tensor, grid: list[int]) -> Callable[[Tensor], T
 
 
 def _waves(points: Tensor, steps: Tensor, grid: list[int]) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2π Σ_d k_d·e_d/(2N_d).
-
-    Args:
-        points: the k, shape (frequencies, dimensions).
-        steps: the e, shape (exponents, dimensions).
-        grid: the N.
-
-    Returns:
-        Two tensors of shape (frequencies, exponents), float64.
-    """
+    """cos and sin of 2π Σ_d k_d·e_d/(2N_d)."""
     sides = 2 * torch.tensor(grid, device=points.device)
     turns = (points[:, None] * steps % sides).double() / sides
     angles = 2 * math.pi * turns.sum(-1)
@@ -417,12 +379,7 @@ def _waves(points: Tensor, steps: Tensor, grid: list[int]) -> tuple[Tensor, Tens
 
 
 def _grid(axes: list[_Axis], work: int) -> tuple[list[int], Upper]:
-    """The number of frequencies in each dimension, and the correction factor of a coarse grid.
-
-    Args:
-        axes: the dimensions.
-        work: multiplications per frequency.
-    """
+    """The number of frequencies in each dimension, and the correction factor of a coarse grid."""
     fine = [axis.torus for axis in axes]
     coarse = [min(side, max(1, _COARSE * axis.steps[-1])) for axis, side in zip(axes, fine, strict=True)]
     if math.prod(fine) * work < _EXPENSIVE or math.prod(fine) < _COARSE_GAIN * math.prod(coarse):

@@ -63,11 +63,7 @@ def dense_norm(weight: Tensor, *, identity: float = 0.0) -> Upper:
 
 @remembered
 def matrices_norm(matrices: Tensor) -> Upper:
-    """An upper bound on the largest spectral norm.
-
-    Args:
-        matrices: shape (B, n, m), float64 or complex128, taken as exact, largest entry near 1.
-    """
+    """An upper bound on the largest spectral norm."""
     if matrices.shape[-2] > matrices.shape[-1]:
         matrices = matrices.mH
     rows, columns = matrices.shape[-2:]

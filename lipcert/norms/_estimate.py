@@ -14,11 +14,7 @@ _BREAKDOWN = 1e-9
 
 
 def growths(gram: Tensor) -> Tensor:
-    """Lower estimates of the largest eigenvalues of positive semidefinite matrices, by power steps.
-
-    Args:
-        gram: shape (B, n, n), float64 or complex128.
-    """
+    """Lower estimates of the largest eigenvalues of positive semidefinite matrices, by power steps."""
     image = gram @ (gram @ _start(gram).unsqueeze(-1))
     norms = torch.linalg.vector_norm(image, dim=(-2, -1)).clamp_min(torch.finfo(torch.float64).tiny)
     return torch.linalg.vector_norm(gram @ image, dim=(-2, -1)) / norms
@@ -29,12 +25,6 @@ def estimate_largest(gram: Tensor) -> float:
 
     Power steps rank the matrices. The eigenvalues of the first few follow from a decomposition, or to about six digits
     from Lanczos.
-
-    Args:
-        gram: shape (B, n, n), B ≥ 1, float64 or complex128.
-
-    Returns:
-        The estimate.
     """
     if len(gram) > CANDIDATES:
         gram = gram[growths(gram).topk(CANDIDATES).indices]
@@ -77,15 +67,7 @@ def _start(gram: Tensor) -> Tensor:
 
 
 def estimates(gram: Tensor, steps: int = 16) -> Tensor:
-    """Lower estimates, up to rounding, of the largest eigenvalue of each matrix, from Lanczos.
-
-    Args:
-        gram: shape (B, n, n), symmetric, positive semidefinite.
-        steps: the number of products.
-
-    Returns:
-        Shape (B,); at least the largest diagonal entry.
-    """
+    """Lower estimates, up to rounding, of the largest eigenvalue of each matrix, from Lanczos."""
     count, size = gram.shape[:2]
     steps = min(size, steps)
     basis, images = gram.new_zeros(count, size, steps), gram.new_zeros(count, size, steps)

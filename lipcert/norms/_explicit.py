@@ -23,15 +23,6 @@ def explicit_norm(product: Product, images: int, size: int, *, device: torch.dev
 
     Rounding: products count as exact; the caller accounts for their error (lipcert.certifier.anchored.rounding). The
     result is raised by 1e-9. A map whose square underflows float64 counts as 1e-140, and a map that is not finite as ∞.
-
-    Args:
-        product: v ↦ J v for several v at once, from (several, images, size) to (several, images, *), float64.
-        images: number of maps N.
-        size: dimension of the space that ``product`` takes.
-        device: the device of the vectors; the CPU by default.
-
-    Returns:
-        float64, shape (N,), on that device.
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
     columns = torch.cat([product(part).flatten(2) for part in unit.split(_TOGETHER)])
@@ -60,15 +51,7 @@ def explicit_row_norms(
 def written_row_norms(
     adjoint: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
 ) -> Tensor:
-    """Like :func:`explicit_row_norms`, from Jᵀ: row i of J_n is J_nᵀ e_i, so the cost is one product per row.
-
-    Args:
-        adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
-        images: number of maps N.
-        size: number of rows.
-        block: number of rows of a block.
-        device: the device of the vectors; the CPU by default.
-    """
+    """Like :func:`explicit_row_norms`, from Jᵀ: row i of J_n is J_nᵀ e_i, so the cost is one product per row."""
     norms = [torch.zeros(images, 0, dtype=torch.float64, device=device)]
     for part in torch.eye(size, dtype=torch.float64, device=device).split(max(1, _TOGETHER // block) * block):
         rows = adjoint(part[:, None].expand(-1, images, -1)).flatten(2)
@@ -84,17 +67,7 @@ def written_row_norms(
 def explicit_rows(
     adjoint: Product, images: int, size: int, *, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Deterministic upper bounds on the norm of each J_n and on its largest row norm, from the same ``size`` products.
-
-    Args:
-        adjoint: u ↦ Jᵀ u for several u at once, as for :func:`explicit_norm`.
-        images: number of maps N.
-        size: number of rows.
-        device: the device of the vectors; the CPU by default.
-
-    Returns:
-        Both float64, shape (N,), on that device; rounding as for :func:`explicit_norm`.
-    """
+    """Deterministic upper bounds on the norm and the largest row norm of each J_n, from the same ``size`` products."""
     unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
     rows = torch.cat([adjoint(part).flatten(2) for part in unit.split(_TOGETHER)])
     longest = rows.square().sum(2).amax(0)
@@ -123,19 +96,6 @@ def row_norms(
     With ``block`` > 1 the results bound the spectral norms of blocks B of ``block`` rows of J. Let u be the unit vector
     with ‖Bᵀu‖ = ‖B‖. Then Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, because u depends on B alone, and it is
     at most the largest eigenvalue of Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue replaces Σ_t (J g_t)_i².
-
-    Args:
-        product: v ↦ J v for several v at once, as for :func:`explicit_norm`.
-        images: number of maps N.
-        size: dimension of the space that ``product`` takes.
-        draw: the vectors, the same for all maps, and their failure probability for each image, from a
-            :class:`~lipcert.norms.Ledger`. They are drawn on the CPU.
-        probes: k. More probes give tighter bounds; 256 come within a factor of about 1.5.
-        block: number of rows of a block: rows 0 to block − 1, block to 2 block − 1, ….
-        device: the device of the vectors; the CPU by default.
-
-    Returns:
-        float64, shape (N, rows / block), on that device; ∞ where products are not finite.
     """
     vectors = draw.normal(probes, size).to(device)
     squares = _block_squares(product, vectors, images, block)

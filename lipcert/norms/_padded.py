@@ -84,15 +84,7 @@ def _estimate(estimator: Estimator, weight: Tensor, border: Border, **geometry: 
 def padded_conv_norm(
     weight: Tensor, border: Border, *, stride: tuple[int, ...], dilation: tuple[int, ...], groups: int = 1
 ) -> Upper:
-    """An upper bound on the norm of a convolution without padding of its own, after a border; proofs in the module.
-
-    Args:
-        weight: shape (out, in/groups, *kernel), real.
-        border: the padding before it.
-        stride: one number per dimension.
-        dilation: one number per dimension.
-        groups: as in ``torch.nn.functional.conv2d``.
-    """
+    """An upper bound on the norm of a convolution without padding of its own, after a border; proofs in the module."""
     if not weight.numel():
         return Upper(0)
     geometry = {"stride": stride, "dilation": dilation, "groups": groups}

@@ -20,11 +20,7 @@ _KEPT = 4096
 
 
 def as_float64(weight: Tensor) -> Tensor:
-    """The weight in float64 or complex128, without gradient: exact for every floating-point dtype of torch.
-
-    Raises:
-        InputError: if the weight is neither floating-point nor complex.
-    """
+    """The weight in float64 or complex128, without gradient: exact for every floating-point dtype of torch."""
     if not (weight.is_floating_point() or weight.is_complex()):
         raise InputError(f"a norm needs a floating-point or complex weight, got {weight.dtype}; convert it first")
     device = weight.device if weight.device.type == "cuda" else torch.device("cpu")
@@ -36,9 +32,6 @@ def normalise(weight: Tensor) -> tuple[Tensor, float]:
 
     The scale is the power of two that brings the largest real or imaginary part into [1, 2). The division is exact
     except for parts that underflow, which change by at most 2⁻¹⁰⁷³. A zero or empty weight gives scale 0.
-
-    Raises:
-        InputError: if the weight holds NaN or an infinity.
     """
     parts = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
     largest = max(-float(parts.min()), float(parts.max())) if parts.numel() else 0.0

@@ -55,16 +55,7 @@ _DENSE = 48
 
 
 def largest_norm(grams: Iterable[Tensor], error: float, threshold: float = 0.0) -> Upper:
-    """An upper bound on the largest ‖M‖ among matrices M whose Gram matrices M·Mᴴ are given with an error.
-
-    Args:
-        grams: tensors of shape (B, n, n), float64 or complex128, used one after the other.
-        error: at least ‖M·Mᴴ − G‖_F for every G, and for the Hermitian matrix with G's lower triangle.
-        threshold: an estimate of the largest eigenvalue of all of them, which may be wrong; 0 for none.
-
-    Returns:
-        The bound: usually 0.5e-5 to 1e-5 relative above the largest norm.
-    """
+    """An upper bound on the largest ‖M‖ among matrices M whose Gram matrices M·Mᴴ are given with an error."""
     threshold, largest = threshold * (1 + _SLACK), 0.0
     for gram in grams:
         bounds, threshold = _bound_eigenvalues(gram, threshold)
@@ -93,13 +84,6 @@ def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:
 
     Only the maximum is needed, so a matrix known to lie below the threshold needs no further work. The threshold rises
     to the estimates of the other matrices and is passed on to the next chunk.
-
-    Args:
-        gram: shape (B, n, n).
-        threshold: the largest eigenvalue of earlier chunks, approximately; 0 at the start.
-
-    Returns:
-        Bounds of shape (B,), at most the Frobenius norm, and the new threshold.
     """
     size = gram.shape[-1]
     bounds = sum_squares(gram).sqrt() * (1 + 2 * (2 * size**2 + 32) * UNIT)
@@ -122,15 +106,7 @@ def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:
 
 
 def _verify(gram: Tensor, threshold: float) -> Tensor:
-    """Upper bounds on λ_max by the theorem above.
-
-    Args:
-        gram: shape (B, n, n); only the lower triangles matter.
-        threshold: the t of the theorem.
-
-    Returns:
-        t + ‖R‖_F, rounded up, of shape (B,): close to t where t·I − G could be factorised, large or +inf elsewhere.
-    """
+    """Upper bounds on λ_max by the theorem above."""
     size = gram.shape[-1]
     width = max(16, size // 16)
     shifted = -gram
@@ -159,14 +135,6 @@ def verified_norms(matrices: Tensor, *, loose: float = 0.0) -> Tensor:
     ‖M‖² ≤ t·b + ‖MMᵀ − G‖_F, where b bounds the largest eigenvalue of G/t by a Cholesky factor and its residual (see
     the module docstring). So the bound does not rely on the estimate. Dividing by t moves G/t by at most u‖G/t‖_F. If
     the factorisation fails, a larger t is tried, and then the bound is ‖M‖_F.
-
-    Args:
-        matrices: shape (B, n, m), float64.
-        loose: the relative distance of a bound on ‖M‖² from a Lanczos estimate; 0 computes all eigenvalues, and gives
-            bounds that are usually within 1e-9 of the norm.
-
-    Returns:
-        float64, shape (B,); ∞ for matrices that are not finite.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         matrices = matrices.mT
@@ -213,9 +181,6 @@ def factor(matrices: Tensor) -> Tensor:
     L·Lᵀ − M·Mᵀ = s·I − R − (M·Mᵀ − G), which is positive semidefinite if s ≥ ‖R‖_F + ‖M·Mᵀ − G‖_F. The sum on the
     right is bounded, with rounding as in the module docstring, for an s of a few times the second term, which is
     enlarged until it suffices. Where it never does, L is ‖M‖_F·I.
-
-    Args:
-        matrices: shape (B, n, m), float64, n ≤ m, finite.
     """
     size, wide = matrices.shape[-2:]
     largest = matrices.abs().amax((1, 2))

@@ -91,13 +91,7 @@ class Budget:
 
 
 class Ledger:
-    """The failure probability of N images, and the keys issued for each.
-
-    Args:
-        delta: δ, the failure probability available for each image; 0 allows no random vectors.
-        images: N.
-        seed: changes the vectors: a number, and for the norms of a network the hash of its weights with it.
-    """
+    """The failure probability of N images, and the keys issued for each."""
 
     def __init__(self, delta: float, images: int = 1, seed: int | tuple[int, str] = 0):
         self.delta = delta
@@ -126,12 +120,7 @@ class Ledger:
         return other
 
     def draw(self, *key: str | int, delta: float) -> Draw:
-        """Issues new vectors to all these images and charges each with a failure probability.
-
-        Raises:
-            LedgerError: the key was issued before to one of the images, or the charge exceeds the remaining
-                probability.
-        """
+        """Issues new vectors to all these images and charges each with a failure probability."""
         words = (*self._purpose, *key)
         bits = hashlib.blake2b(repr((self._seed, words)).encode(), digest_size=16).digest()
         issued = self._issued.setdefault(bits, torch.zeros(len(self._spent), dtype=torch.bool))
@@ -154,12 +143,7 @@ class Rigor(str):
     delta: float
 
     def __new__(cls, delta: float, most: float = math.inf) -> Rigor:
-        """The rigor of a certificate that fails with at most this probability.
-
-        Args:
-            delta: the spent failure probability; rounded up to three digits.
-            most: a limit of the rounded probability.
-        """
+        """The rigor of a certificate that fails with at most this probability."""
         rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(delta))
         value = min(float(rounded), most) if delta else 0.0
         text = super().__new__(cls, f"probabilistic({value!r})" if value else "deterministic")

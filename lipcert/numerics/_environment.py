@@ -78,15 +78,7 @@ def environment_settings() -> dict[str, Any]:
 
 
 def check_environment(device: torch.device, dtype: str = "real") -> None:
-    """Refuses a process in which a certificate would not hold.
-
-    Args:
-        device: the device of the network.
-        dtype: ``real``, or the format of the certificates.
-
-    Raises:
-        InputError: an assumption is violated; the message contains the fix.
-    """
+    """Refuses a process in which a certificate would not hold."""
     broken = tuple(_broken(device, dtype))
     if broken:
         kind = "certificates" if dtype == "real" else f"certificates for {dtype}"

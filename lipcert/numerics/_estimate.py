@@ -29,11 +29,7 @@ Result = TypeVar("Result")
 
 
 class Estimated(Upper):
-    """An estimate with a gradient, in place of an upper bound. It can be too small.
-
-    Args:
-        tensor: the number, a scalar.
-    """
+    """An estimate with a gradient, in place of an upper bound. It can be too small."""
 
     __slots__ = ("tensor",)
     tensor: Tensor
@@ -76,11 +72,6 @@ class Estimator:
     weights. After 60 updates of a LiResNet with 6 blocks, the product of its norms was 2.3 times too small with one
     vector and one step per update, and 1.3 times with four vectors and two steps.
 
-    Args:
-        dtype: type of the iterations.
-        steps: iterations per call; the first call runs more of them, from random vectors.
-        width: number of vectors.
-
     Attributes:
         vectors: the vectors of each norm, in the order of the calls; shape (width, *shape of one).
     """
@@ -94,13 +85,7 @@ class Estimator:
         self.generator = torch.Generator().manual_seed(0)
 
     def norm(self, apply: Callable[[Tensor, Tensor], Tensor], weight: Tensor, shape: Sequence[int]) -> Upper:
-        """The maximum over maps A of ⟨u, A v⟩, with v the best vector of the subspace and u = A v/‖A v‖.
-
-        Args:
-            apply: a function of vectors of shape (width, *shape) and the weight, linear in both.
-            weight: the weight, which requires gradients.
-            shape: (maps, ...); the maps along the first axis are independent.
-        """
+        """The maximum over maps A of ⟨u, A v⟩, with v the best vector of the subspace and u = A v/‖A v‖."""
         weight = weight.to(self.dtype)
         fixed = weight.detach()
         width = min(self.width, math.prod(shape[1:]))

@@ -38,11 +38,7 @@ class Format:
 
     @classmethod
     def of(cls, dtype: str | torch.dtype | Format) -> Format:
-        """The format with a name of ``DTYPES``, or of a dtype.
-
-        Raises:
-            InputError: there are no bounds for this format.
-        """
+        """The format with a name of ``DTYPES``, or of a dtype."""
         if isinstance(dtype, Format):
             return dtype
         resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
@@ -94,11 +90,6 @@ class Format:
         n products, n − 1 additions and ``EXTRA`` roundings give γ_(n + EXTRA) Σ|terms|. Two roundings of the result to
         the format are added, because a bias may be added after the first. Each step may underflow. No partial sum
         exceeds 2 Σ|terms|.
-
-        Args:
-            size: bounds on Σ|terms|.
-            terms: n.
-            result: bounds on the absolute exact sums, tighter than ``size`` if known.
         """
         count = terms + EXTRA
         result = torch.minimum(at_most(result), size)

@@ -39,14 +39,6 @@ def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwar
     ``x.half()`` a copy. Tensors that a network creates, such as ``torch.arange(9, dtype=torch.float32)``, are constants
     like its weights and keep their type. If float64 meets a narrower type, as in a product with such a constant, the
     narrower operand is widened.
-
-    Args:
-        function: a function of torch.
-        args: positional arguments; those that depend on the image may be tensors or the tracked values of a capture.
-        kwargs: keyword arguments.
-
-    Returns:
-        Function, positional and keyword arguments.
     """
     function, args, kwargs = spelled_out(function, args, kwargs)
     met = set(_types((args, kwargs)))

@@ -21,9 +21,6 @@ class Upper:
 
     ``+``, ``*``, ``max`` and :meth:`sqrt` round up, so an expression of upper bounds is an upper bound. The divisor of
     a division must be an exact positive number. Floats and ints count with their exact values.
-
-    Raises:
-        ValueError: the number is NaN or negative.
     """
 
     __slots__ = ("_value",)

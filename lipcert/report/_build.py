@@ -31,15 +31,7 @@ _STEPS = 9  # rows of the table in place of the curve
 
 
 def radii_of_interest(runs: Sequence[Run], named: Eps = ()) -> list[tuple[float, str]]:
-    """The ε at which tables show results: ``named``, or by default those of the runs.
-
-    Args:
-        runs: at least one.
-        named: values with the text that the user wrote.
-
-    Returns:
-        Values and texts, ascending, each value once.
-    """
+    """The ε at which tables show results: ``named``, or by default those of the runs."""
     targets = dict(named or [target for run in runs for target in run.every_eps])
     return sorted(targets.items())
 

@@ -22,16 +22,7 @@ _DECADES = 1e3
 
 
 def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:
-    """Share of images that are counted and have a value strictly larger than ε, among all images.
-
-    Args:
-        values: one number per image, shape (N,).
-        counted: which images count in the numerator, shape (N,).
-        eps: the values of ε, shape (K,).
-
-    Returns:
-        Shares in [0, 1], shape (K,).
-    """
+    """Share of images that are counted and have a value strictly larger than ε, among all images."""
     above = np.sort(values[counted])
     return (len(above) - np.searchsorted(above, eps, side="right")) / len(values)
 
@@ -64,11 +55,7 @@ def families(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
-    """The range of ε to show, and the kind of scale.
-
-    Returns:
-        The smallest ε, which is 0 on a linear scale; the largest ε; whether the scale is logarithmic.
-    """
+    """The range of ε to show, and the kind of scale."""
     radii = np.concatenate([run.radii[run.right] for run in runs])
     radii = radii[(radii > 0) & (radii < UNBOUNDED)]
     targets = [eps for run in runs for eps, _ in run.every_eps]

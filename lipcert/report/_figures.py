@@ -67,16 +67,7 @@ def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:
 
 
 def curve(runs: Sequence[Run]) -> tuple[str, dict[str, Any]]:
-    """Shares of images over ε: certified (solid), not broken by an attack (dashed), correct (dotted).
-
-    Args:
-        runs: at least one; for a single run the area between the curves is shaded.
-
-    Returns:
-        The picture and its numbers: ``start``, ``end`` and ``logarithmic`` of the axis; ``axes``, the left, right, top
-        and bottom of the plot in the picture; for each of ``runs`` the certified radii of correct predictions and the
-        distances at which the attack broke them.
-    """
+    """Shares of images over ε: certified (solid), not broken by an attack (dashed), correct (dotted)."""
     start, end, logarithmic = span(runs)
     drawn: list[Any] = []
     numbers = [
@@ -158,14 +149,7 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
 
 @_svg
 def histogram(runs: Sequence[Run]) -> Any:
-    """Histograms of the certified radii of correct images, one panel per run, with dots at the ε of the run.
-
-    Args:
-        runs: at least one.
-
-    Returns:
-        The figure.
-    """
+    """Histograms of the certified radii of correct images, one panel per run, with dots at the ε of the run."""
     start, end, logarithmic = span(runs)
     figure, panels = _figure(1.0 + 1.3 * len(runs), rows=len(runs))
     bins = np.geomspace(start, end, 31) if logarithmic else np.linspace(start, end, 31)
@@ -184,14 +168,7 @@ def histogram(runs: Sequence[Run]) -> Any:
 
 @_svg
 def budget(modules: Sequence[tuple[str, float]]) -> Any:
-    """Bars of the modules' log10 gains, the powers of ten by which each can enlarge a perturbation.
-
-    Args:
-        modules: paths and log10 gains, largest first.
-
-    Returns:
-        The figure.
-    """
+    """Bars of the modules' log10 gains, the powers of ten by which each can enlarge a perturbation."""
     figure, (axes,) = _figure(0.8 + 0.24 * len(modules))
     places = range(len(modules))
     axes.barh(places, [gain for _, gain in modules], color=_COLOURS[0], height=0.7)

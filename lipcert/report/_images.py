@@ -43,10 +43,6 @@ def examples(run: Run, indices: Collection[int]) -> dict[int, Example]:
 
     An image whose hash differs from the one in its row is left out. Attacked images are recomputed if the attack was
     PGD and the model is the bundled one or an artifact named in the run's command.
-
-    Args:
-        run: its summary names the images.
-        indices: indices of the wanted images.
     """
     from lipcert.inputs.data import open_images
 

@@ -22,11 +22,7 @@ _TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False}
 
 
 def to_html(document: Document) -> str:
-    """One page that contains its styles, pictures and scripts and loads nothing else.
-
-    Args:
-        document: markdown-it converts its Markdown to the body.
-    """
+    """One page that contains its styles, pictures and scripts and loads nothing else."""
     reader = MarkdownIt("commonmark").enable("table")
     tokens = reader.parse(document.text.replace(MARK, ""))
     repeats: Counter[str] = Counter()

@@ -17,19 +17,7 @@ def certifier_for(
     batch: int | None = None,
     memory: float | str | None = None,
 ) -> Certifier | Smoothing:
-    """The certifier for the network itself or for its smoothed classifier, depending on the method.
-
-    Args:
-        model: the model; it is not changed.
-        settings: the settings.
-        progress: as for :func:`lipcert.lipschitz`, while a network is read and bounded.
-        batch: number of noise draws computed at once; None chooses it by device.
-        memory: as for :class:`Certifier` and :class:`lipcert.smoothing.Smoothing`.
-
-    Raises:
-        InputError: :class:`Certifier` or :class:`lipcert.smoothing.Smoothing` refuses the model or the settings.
-        UnsupportedOperation: the model has operations without a rule; smoothing needs no rules.
-    """
+    """The certifier for the network itself or for its smoothed classifier, depending on the method."""
     if settings.at is None:
         check_eps(settings.largest_eps, model)
     if settings.method != SMOOTHING:

@@ -82,11 +82,7 @@ class _Viewable(Certificates):
         return "".join([*lines, "</table>", f"<p>and {hidden} more</p>" if hidden > 0 else ""])
 
     def to_pandas(self) -> Any:
-        """The rows as a ``pandas.DataFrame``.
-
-        Raises:
-            InputError: pandas is not installed.
-        """
+        """The rows as a ``pandas.DataFrame``."""
         try:
             import pandas
         except ImportError as error:
@@ -94,17 +90,7 @@ class _Viewable(Certificates):
         return pandas.DataFrame(self._rows())
 
     def save(self, path: str | Path) -> Path:
-        """Writes a result file and its summary, as ``lipcert certify --out`` does.
-
-        Args:
-            path: such as ``r.jsonl``. Missing folders are created. Images that already have a row there are skipped.
-
-        Returns:
-            The path.
-
-        Raises:
-            InputError: the file holds results of another run, or cannot be written.
-        """
+        """Writes a result file and its summary, as ``lipcert certify --out`` does."""
         with ResultFile(path, self.about) as file:
             file.absorb(self._rows(), None)
         return Path(path)
@@ -232,11 +218,7 @@ def _kind(images: Any) -> tuple[str, str]:
 
 
 def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields images as tensors, with their classes or None.
-
-    Raises:
-        InputError: ``images`` is neither a tensor nor an iterable of batches.
-    """
+    """Yields images as tensors, with their classes or None."""
     if isinstance(images, (Tensor, np.ndarray)):
         yield _tensor(images), None if labels is None else _classes(labels)
         return
@@ -265,11 +247,7 @@ def _tensor(images: Tensor | np.ndarray) -> Tensor:
 
 
 def _classes(labels: Any) -> Tensor:
-    """Labels as an int64 tensor.
-
-    Raises:
-        InputError: the labels are not integers.
-    """
+    """Labels as an int64 tensor."""
     try:
         classes = torch.as_tensor(labels)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -25,13 +25,7 @@ def summary(description: Mapping[str, Any], tally: Tally, *, complete: bool) -> 
 
 
 def shard_path(path: Path, part: int, parts: int) -> Path:
-    """The file of one of several processes or machines: ``r.shard-1-of-2.jsonl`` for ``r.jsonl``.
-
-    Args:
-        path: the final file for all rows.
-        part: index of the process, from 0 to ``parts`` − 1.
-        parts: number of processes; for 1 the result is ``path`` itself.
-    """
+    """The file of one of several processes or machines: ``r.shard-1-of-2.jsonl`` for ``r.jsonl``."""
     return path if parts == 1 else path.with_name(f"{path.stem}.shard-{part + 1}-of-{parts}{path.suffix}")
 
 
@@ -52,15 +46,7 @@ class ResultFile:
     """
 
     def __init__(self, path: str | os.PathLike[str], description: Mapping[str, Any]):
-        """Opens a new file, or an earlier one of the same run, without its incomplete last row.
-
-        Args:
-            path: the file of the rows. Missing folders are created.
-            description: from :func:`lipcert.results.description.describe`.
-
-        Raises:
-            InputError: if the file holds something else, or cannot be written.
-        """
+        """Opens a new file, or an earlier one of the same run, without its incomplete last row."""
         self.path = Path(path)
         refuse_folder(self.path)
         self.summary_path = summary_path(self.path)
@@ -93,11 +79,7 @@ class ResultFile:
         self._write_summary(complete=kind is None and not self._unfinished)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row and flushes it.
-
-        Raises:
-            InputError: if writing fails.
-        """
+        """Writes one row and flushes it."""
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
@@ -108,15 +90,7 @@ class ResultFile:
         self.done.add(row["index"])
 
     def absorb(self, rows: Sequence[Mapping[str, Any]], order: Sequence[int] | None) -> None:
-        """Appends rows of shards, in the order of the run.
-
-        Args:
-            rows: the rows; rows of images that already have one are skipped.
-            order: positions in the whole data set, in the order of the run; None for a stream.
-
-        Raises:
-            InputError: a row of the file has another label; or writing fails.
-        """
+        """Appends rows of shards, in the order of the run."""
         labels = {row["index"]: row.get("label") for row in self.tally.rows}
         for row in rows:
             if labels.get(row["index"], row.get("label")) != row.get("label"):

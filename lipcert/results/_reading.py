@@ -241,11 +241,7 @@ def summary_path(path: Path) -> Path:
 
 
 def read_run(path: Path) -> Run:
-    """Reads a result file and its summary, without checking rows for contradictions.
-
-    Raises:
-        InputError: a file is missing or damaged, or there are no rows.
-    """
+    """Reads a result file and its summary, without checking rows for contradictions."""
     if not path.is_file():
         raise InputError(f"there is no file {path}; lipcert certify --out {path} writes it")
     run = _read(path, _summary(path))
@@ -286,16 +282,7 @@ def refuse_folder(path: Path) -> None:
 
 
 def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
-    """The rows that an earlier start of the same run left in a file; None if there is no file or it is empty.
-
-    Args:
-        path: the file of the rows.
-        description: the description of the run.
-
-    Raises:
-        InputError: if the rows belong to another run, are damaged or contradict themselves, or the file holds no
-            results.
-    """
+    """The rows that an earlier start of the same run left in a file; None if there is no file or it is empty."""
     refuse_folder(path)
     if not os.path.exists(path) or not path.stat().st_size:
         return None
@@ -386,11 +373,7 @@ def _summary(path: Path) -> Mapping[str, Any]:
 
 
 def sigma_choice_of(path: Path, limit: int | None) -> dict[str, Any] | None:
-    """How an earlier start of a run chose σ, from its summary; None if there is none or it was given.
-
-    Raises:
-        InputError: with this limit the run certifies images that σ was chosen on.
-    """
+    """How an earlier start of a run chose σ, from its summary; None if there is none or it was given."""
     summary = _summary(path) if os.path.exists(summary_path(path)) else {}
     choice, before = summary.get("sigma_choice"), summary.get("limit")
     if not isinstance(choice, dict) or "sigma" not in choice:

@@ -21,23 +21,7 @@ DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recur
 
 
 def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[str, Any]]:
-    """The rows of one batch.
-
-    Args:
-        batch: the images that were certified.
-        certificates: their certificates.
-        seconds: duration of the batch; every row gets an equal part.
-
-    Returns:
-        One dict per image: ``index, file, image, label, predicted, correct, margin, radius, certified, method, rigor,
-        attacked, attack_distance, seconds``, without ``label`` and ``correct`` if labels are unknown. ``file`` is the
-        file's name or None, ``image`` is :func:`lipcert.inputs.data.image_hash` of the certified image. ``attacked``
-        says whether an attack changed the prediction within ε. ``attack_distance`` is the smallest distance at which
-        the attack changed it, also beyond ε, or None. Without an attack both are None. An infinite radius becomes the
-        largest float64. ``rounding`` says whether what rounding in float64 can take of the certificate is ``proved``,
-        or ``checked`` with noise. Rows of a smoothed classifier have no ``rounding``; they add ``holds_for``, such as
-        ``smoothed(0.25)``, and ``abstained, count, samples, selected, seed``.
-    """
+    """The rows of one batch."""
     count, hashes = len(batch.indices), batch.hashes
     result = []
     for i, index in enumerate(batch.indices):
@@ -63,11 +47,7 @@ def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[
 
 
 def check(row: Mapping[str, Any]) -> None:
-    """Refuses a row whose entries have a wrong type or range.
-
-    Raises:
-        ValueError: with the reason. Other errors of ``DAMAGED`` mean that an entry is missing or has another type.
-    """
+    """Refuses a row whose entries have a wrong type or range."""
     whole = [row["index"], row["predicted"], *([row["label"]] if "label" in row else [])]
     if not all(type(number) is int and 0 <= number < 2**63 for number in whole):
         raise ValueError("index, prediction or label is not a whole number")
@@ -93,16 +73,7 @@ def check(row: Mapping[str, Any]) -> None:
 
 
 def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | None:
-    """Why a row cannot be true for any model. In particular, only a bound may be called certified.
-
-    Args:
-        row: a row that passes :func:`check`.
-        eps: the ε of the run.
-        method: the method of the run.
-
-    Returns:
-        The reason; None if there is no contradiction.
-    """
+    """Why a row cannot be true for any model. In particular, only a bound may be called certified."""
     radius, row_method, distance = row["radius"], row["method"], row.get("attack_distance")
     if row["certified"] is not (radius > eps):
         return f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}"

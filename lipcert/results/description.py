@@ -26,17 +26,7 @@ if TYPE_CHECKING:
 def describe(
     model: Model, images: Images, certifier: Certifier | Smoothing, command: str | None = None
 ) -> dict[str, Any]:
-    """The description of a run: the part of its summary that is known before the first image.
-
-    Args:
-        model: the model to certify.
-        images: the images.
-        certifier: the certifier of the model.
-        command: the command that started the run.
-
-    Returns:
-        Values that JSON can represent.
-    """
+    """The description of a run: the part of its summary that is known before the first image."""
     spec, bound = images.spec, certifier.bound
     code_hash, logits = identity_of_code(model)
     return {

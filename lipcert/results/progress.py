@@ -32,12 +32,7 @@ _BLOCKS = 4
 
 
 def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
-    """The batches of images in which a run computes.
-
-    Args:
-        order: positions in the data set, in the order of the run.
-        together: the largest batch size.
-    """
+    """The batches of images in which a run computes."""
     blocks: list[Sequence[int]] = []
     start = 0
     for size in _sizes(len(order), together):
@@ -59,13 +54,6 @@ def _sizes(count: int | None, together: int) -> Iterator[int]:
 
 class Remaining:
     """The remaining images of a data set for one of several processes.
-
-    Args:
-        certifier: certifies the blocks; its ``together`` is their largest size.
-        images: the data set.
-        done: indices of images that already have a row.
-        part: index of this process, from 0.
-        parts: number of processes; each takes every ``parts``-th block.
 
     Attributes:
         length: number of rows still to compute; None for a stream of unknown length.
@@ -94,12 +82,7 @@ class Remaining:
             self.length = max(0, images.length - len(self.done)) // parts
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Certifies block after block and yields the rows of images that had none.
-
-        Raises:
-            BrokenCertificate: an attack contradicts a certificate; names the image by its index in the data set.
-            InputError: an image cannot be read.
-        """
+        """Certifies block after block and yields the rows of images that had none."""
         for batch in self._blocks():
             started = time.perf_counter()
             try:
@@ -123,11 +106,7 @@ class Remaining:
 
 
 def certify_in_memory(certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None) -> Tally:
-    """Certifies all images and returns only the counts and rows in memory.
-
-    Raises:
-        Interrupted: the user stopped the run.
-    """
+    """Certifies all images and returns only the counts and rows in memory."""
     tally = Tally()
     try:
         _collect(Remaining(certifier, images), tally.add, progress)
@@ -152,26 +131,6 @@ def certify_to_file(
 
     Each part of a run writes its own file. A run in one part first absorbs the rows of shard files in the same folder.
     Processes of torchrun merge their rows at the end, in the order of the data set.
-
-    Args:
-        certifier: certifies the images.
-        images: the data set.
-        description: from :func:`lipcert.results.description.describe`.
-        out: the final file for all rows.
-        part: index of this part of the run, from 0.
-        parts: number of parts.
-        processes: the processes of torchrun, if they are the parts.
-        started: called once with the number of existing rows, after all checks have passed.
-        progress: called with (rows computed, rows to compute).
-
-    Returns:
-        The counts over all rows of the file that was written last.
-
-    Raises:
-        InputError: a file holds rows of another run, of images that have changed since or that this run leaves out, or
-            cannot be written.
-        Interrupted: the user stopped the run; the computed rows are kept.
-        BrokenCertificate: an attack contradicts a certificate.
     """
     if not out.name:
         raise InputError(f"{out} cannot hold the rows; give a file such as results.jsonl")

@@ -53,11 +53,7 @@ class Verdict:
 
 
 def check_model(run: Run, model: Model) -> None:
-    """Refuses a model other than the certified one.
-
-    Raises:
-        InputError: the weights, the buffers, the surgery or the operations of the code differ.
-    """
+    """Refuses a model other than the certified one."""
     claimed = run.summary["model"]
     actual = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
     actual["buffers_hash"] = buffers_hash(model)
@@ -103,20 +99,6 @@ def verify(
     measured here, and its other entries equal the recomputed ones. A few draws of noise may fall into another class by
     the rounding of another machine; a row that needs them is unsettled. PGD is repeated; the results of other attacks
     are not checked.
-
-    Args:
-        run: from :func:`lipcert.results.read_run`.
-        model: the certified model.
-        images: the whole certified data set.
-        count: number of rows to recompute, chosen at random; None for all. The summary and the consistency of all rows
-            are always checked.
-        progress: called with (recomputed rows, total rows).
-
-    Yields:
-        First the objections to the file as a whole, then a verdict per row.
-
-    Raises:
-        InputError: the model is another one, ε or the method is not valid, or an image is missing.
     """
     check_model(run, model)
     summary = run.summary

@@ -17,17 +17,7 @@ from lipcert.surgery import L2Attention
 
 
 def computed_error(constant: Tensor, path: str, model: nn.Module, fmt: Format) -> Tensor | None:
-    """Upper bounds on the absolute error of a constant in the deployed network, entry by entry.
-
-    Args:
-        constant: the captured constant, in float64.
-        path: path of the module that uses it.
-        model: the network that the path belongs to, in float64.
-        fmt: the deployed format.
-
-    Returns:
-        The bounds, in the shape of the constant; None if its computation is not known.
-    """
+    """Upper bounds on the absolute error of a constant in the deployed network, entry by entry."""
     module, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
     for value, error in (*_mixing(module, fmt), *_positions(module, parent, fmt)):
         if value.numel() == constant.numel() and torch.equal(value.reshape(constant.shape), constant):

@@ -53,19 +53,10 @@ _WIDER = 1.125
 class Gains:
     """Ranges of all values of a network over the image box, and Lipschitz constants of its operations on them.
 
-    Args:
-        graph: the captured network.
-        model: the model. Constants of the network must belong to its parameters and buffers, or be computed in a known
-            way.
-        fmt: the deployed format.
-
     Attributes:
         values: the global bounds of every node.
         residuals: u and w of the sums u + w with w = Wu, where the norm of I + W is known and only the sum reads w.
         format: the deployed format, with the constants that the network computes.
-
-    Raises:
-        UnsupportedOperation: operations have no global or no rounding rule; lists them.
     """
 
     def __init__(self, graph: Graph, model: Model, fmt: Format):
@@ -150,11 +141,7 @@ class Gains:
 
 
 def _constants(node: Node, stored: set[int]) -> list[Tensor]:
-    """The constants of an operation that the network computes, because their storage is not ``stored``.
-
-    Raises:
-        NoAnswer: the result is in another type than float64.
-    """
+    """The constants of an operation that the network computes, because their storage is not ``stored``."""
     if node.dtype is not None and node.dtype != torch.float64:
         raise NoAnswer(f"a result in {node.dtype}")
     constants: list[Tensor] = []
@@ -193,15 +180,6 @@ class Roundoff:
 
     The deployed network is ``model.to(dtype)(images.to(dtype))``. The docstring of :mod:`lipcert.roundoff` states the
     assumptions.
-
-    Args:
-        model: the model in float64, with its original weights; casting them is part of the error.
-        dtype: "float32", "float16", "bfloat16", the dtype, or a :class:`Format`.
-        graph: the captured network; by default the model is captured.
-
-    Raises:
-        InputError: there is no such format.
-        UnsupportedOperation: operations have no rule. Then certificates hold in real arithmetic only.
     """
 
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, graph: Graph | None = None):
@@ -217,13 +195,6 @@ class Roundoff:
 
         The margins are reduced by :meth:`margins` at the radius in real arithmetic, which is an upper limit of the
         result, and :meth:`entry` is subtracted from the radius.
-
-        Args:
-            radii: function of the margins and the number of the call that gives radii in real arithmetic. They are
-                nondecreasing in the margins. It is called twice; the failure probability must cover both calls.
-            images: pixels in [0, 1], shape (N, C, H, W).
-            predicted: classes y, shape (N,).
-            margins: f_y − f_j, +inf at j = y, shape (N, classes).
         """
         real = radii(margins, 0)
         lost = self.margins(images, predicted, real).to(margins.device)
@@ -237,14 +208,6 @@ class Roundoff:
 
         For a linear head f_y − f_j = ⟨w_y − w_j, h⟩ + const. The bound is ‖w_y − w_j‖ times the error of the features h
         plus the rounding of the head itself, or √2 times the error of the logits if that is smaller.
-
-        Args:
-            images: pixels in [0, 1], shape (N, C, H, W).
-            predicted: classes y, shape (N,).
-            radius: shape (N,); ∞ for all images of the box.
-
-        Returns:
-            float64, shape (N, classes); ∞ if there is no bound, 0 at j = y.
         """
         predicted = predicted.to(self.model.device)
         errors, local = self._errors(images, radius.to(self.model.device, torch.float64))

@@ -254,11 +254,7 @@ def noise_fields() -> list[dataclasses.Field[Any]]:
 
 
 def _values(eps: object) -> list[tuple[float, str]]:
-    """One ε, or several with commas between: values and texts.
-
-    Raises:
-        InputError: ε is no positive number.
-    """
+    """One ε, or several with commas between: values and texts."""
     if isinstance(eps, str):
         return [(parse_eps(part), part.strip()) for part in eps.split(",")]
     if not (isinstance(eps, Real) and not isinstance(eps, bool) and 0 < float(eps) < math.inf):
@@ -277,11 +273,7 @@ def eps_text(eps: float) -> str:
 
 
 def parse_eps(text: str) -> float:
-    """The smallest float64 that is not below the written number, which may be a fraction such as 36/255.
-
-    Raises:
-        InputError: if the text is not a positive number.
-    """
+    """The smallest float64 that is not below the written number, which may be a fraction such as 36/255."""
     error = InputError(f"eps must be a positive number, got {text!r}; for example 36/255, 0.5 or 1e-3")
     parts = text.split("/")
     try:

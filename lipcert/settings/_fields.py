@@ -28,17 +28,7 @@ def option(
     given: Any = None,
     alias: str = "",
 ) -> Any:
-    """A field of settings that is also an option of the command.
-
-    Args:
-        help: help text.
-        default: default of the field and the option; without one the option is required.
-        typed: type of the option.
-        choices: allowed values, shown by ``--help`` and completed by shells; the settings check them.
-        group: heading in ``--help``.
-        given: default of the option as text, if the field's default is not a text.
-        alias: a second name of the option.
-    """
+    """A field of settings that is also an option of the command."""
     aliases = (alias,) if alias else ()
     about = {
         "help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given, "alias": aliases,
@@ -47,11 +37,7 @@ def option(
 
 
 def parse_memory(memory: object) -> float:
-    """Bytes: a positive number, or a text such as ``"8GB"`` or ``"500 MiB"``.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Bytes: a positive number, or a text such as ``"8GB"`` or ``"500 MiB"``."""
     size = 0.0
     if isinstance(memory, str):
         form = re.fullmatch(
@@ -68,11 +54,7 @@ def parse_memory(memory: object) -> float:
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuses a value that is not one of the choices, and suggests a similar one.
-
-    Raises:
-        InputError: the value is not one of the choices; lists them.
-    """
+    """Refuses a value that is not one of the choices, and suggests a similar one."""
     if value not in choices:
         close = difflib.get_close_matches(str(value), choices, 1)
         hint = f"did you mean {close[0]}? There are" if close else "choose one of"
@@ -80,11 +62,7 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def settings_of(kind: Callable[..., S], *arguments: Any, **options: Any) -> S:
-    """Creates settings; reports unknown or missing arguments in one line.
-
-    Raises:
-        InputError: an argument is unknown, missing or out of range.
-    """
+    """Creates settings; reports unknown or missing arguments in one line."""
     signature = inspect.signature(kind)
     try:
         signature.bind(*arguments, **options)

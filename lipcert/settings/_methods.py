@@ -69,9 +69,5 @@ DETERMINISTIC = tuple(name for name, facts in FACTS.items() if facts.determinist
 
 
 def unreached(looseness: float) -> float:
-    """The ε from which on no method but smoothing has certified networks as loose, by experience; ∞ without any.
-
-    Args:
-        looseness: the decimal logarithm of K/‖∇m‖: of the global bound beside a slope that the network has.
-    """
+    """The ε from which on no method but smoothing has certified networks as loose, by experience; ∞ without any."""
     return next((eps for least, eps in _UNREACHED if looseness > least), math.inf)

@@ -49,9 +49,6 @@ def quantile(p: float) -> float:
     """Φ⁻¹(p), rounded down; 0 for p ≤ ½.
 
     The standard library's value is only a first guess. It is lowered until Φ of it, rounded up, is at most p.
-
-    Args:
-        p: in [0, 1).
     """
     if not p > 0.5:
         return 0.0
@@ -68,14 +65,6 @@ def radius(p: float, sigma: float, stretch: float = 1.0) -> float:
 
     Source: Cohen, Rosenfeld and Kolter, ICML 2019, theorem 1 with the other classes together at most 1 − p. The class
         is the smoothed classifier's for every image whose ℓ2 distance is smaller than this.
-
-    Args:
-        p: a lower bound on the probability of the class, in [0, 1).
-        sigma: standard deviation of the noise at each pixel, or at each entry of a value inside the network.
-        stretch: K, a Lipschitz constant of that value as a function of the pixels; 1 for noise on pixels.
-
-    Returns:
-        The radius; 0, which means to abstain, for p ≤ ½.
     """
     product = DOWN.divide(DOWN.multiply(Decimal(quantile(p)), Decimal(sigma)), Decimal(stretch))
     nearest = float(product)
@@ -83,13 +72,7 @@ def radius(p: float, sigma: float, stretch: float = 1.0) -> float:
 
 
 def needed(eps: float, sigma: float, stretch: float = 1.0) -> float:
-    """A probability p with ``radius(p, sigma) > eps``, within a few roundings of the smallest one; 1 if there is none.
-
-    Args:
-        eps: ε, at least 0.
-        sigma: standard deviation of the noise.
-        stretch: as in :func:`radius`.
-    """
+    """A probability p with ``radius(p, sigma) > eps``, within a few roundings of the smallest; 1 if there is none."""
     p = float(cdf(UP.divide(UP.multiply(Decimal(eps), Decimal(stretch)), Decimal(sigma))))
     step = 2.0**-52
     while p < 1 and not radius(p, sigma, stretch) > eps:

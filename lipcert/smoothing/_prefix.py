@@ -31,15 +31,6 @@ class Prefix:
     Attributes:
         constant: K, rounded up; where it is infinite, no radius is above 0.
         shape: shape of the value for one image.
-
-    Args:
-        model: the model in which the noise will be added.
-        path: path of the module.
-
-    Raises:
-        InputError: there is no such module, its output is not one tensor, or a later value also depends on the image in
-            another way.
-        UnsupportedOperation: the network has operations without a rule.
     """
 
     def __init__(self, model: Model, path: str):
@@ -77,12 +68,7 @@ class Prefix:
         )
 
     def under(self, noise: Tensor, images: Tensor) -> Tensor:
-        """Logits with noise added to the module's output.
-
-        Args:
-            noise: float32, shape (N, *shape).
-            images: shape (N, C, H, W).
-        """
+        """Logits with noise added to the module's output."""
         module = self._model.net.get_submodule(self._path)
         with module.register_forward_hook(lambda _, __, output: (output.float() + noise).to(output.dtype)):
             logits: Tensor = self._model(images)

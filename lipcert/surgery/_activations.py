@@ -160,11 +160,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 @torch.no_grad()
 def calibrate_activation(module: nn.Module, x: Tensor, first: bool) -> None:
-    """Sets the thresholds so that they clip nothing in this input and, unless ``first``, in the earlier ones.
-
-    Raises:
-        InputError: MaxMin does not fit the input.
-    """
+    """Sets the thresholds so that they clip nothing in this input and, unless ``first``, in the earlier ones."""
     if isinstance(module, ClippedReLU):
         largest = x.max() if bool(x.max() > 0) else torch.ones_like(module.threshold)
         module.threshold.copy_(largest if first else torch.maximum(largest, module.threshold))

@@ -320,12 +320,7 @@ class L2RotaryAttention(L2Attention):
 
 
 class TableBias(nn.Module):
-    """A bias looked up in a table: b_hij = table[index_ij, h].
-
-    Args:
-        table: shape (rows, heads); a parameter is shared, not copied.
-        index: int64, shape (tokens, tokens); fixed by the architecture, so it is not part of the state dict.
-    """
+    """A bias looked up in a table: b_hij = table[index_ij, h]."""
 
     index: Tensor
 
@@ -339,11 +334,7 @@ class TableBias(nn.Module):
 
 
 class GivenBias(nn.Module):
-    """A bias that a timm module computes in ``get_bias``.
-
-    Args:
-        module: timm's ``RelPosBias``, ``RelPosMlp`` or ``RelPosBiasTf``.
-    """
+    """A bias that a timm module computes in ``get_bias``."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -355,13 +346,7 @@ class GivenBias(nn.Module):
 
 
 class ContinuousBias(nn.Module):
-    """The continuous position bias of Swin v2: 16·sigmoid(mlp(offset)) looked up for each pair of tokens.
-
-    Args:
-        mlp: maps offsets of shape (..., 2) to (..., heads).
-        coordinates: the offsets.
-        index: the offset of each pair of tokens, int64, shape (tokens, tokens).
-    """
+    """The continuous position bias of Swin v2: 16·sigmoid(mlp(offset)) looked up for each pair of tokens."""
 
     coordinates: Tensor
     index: Tensor
@@ -378,12 +363,7 @@ class ContinuousBias(nn.Module):
 
 
 class PairBias(nn.Module):
-    """The position bias of the first Swin v2 code: an mlp of the offset of each pair of tokens.
-
-    Args:
-        mlp: maps offsets of shape (tokens², 2) to (tokens², heads).
-        coordinates: the offset of each pair of tokens.
-    """
+    """The position bias of the first Swin v2 code: an mlp of the offset of each pair of tokens."""
 
     coordinates: Tensor
 

@@ -80,18 +80,7 @@ _STEP = Decimal("1e-12")
 
 
 def attention_gain(weights: Tensor, low: float, high: float, reach: float = math.inf) -> Upper:
-    """The L of the module docstring: a bound on the norm of the Jacobian of L2 attention.
-
-    Args:
-        weights: β rounded up, shape (rows, columns). The column of token k lists β_ik for all i ≠ k, and may also
-            contain zeros. One of several equal columns is enough.
-        low: a lower bound on all B_i.
-        high: an upper bound on all B_i.
-        reach: T, an upper bound on all t_ik.
-
-    Returns:
-        The bound; infinite if B exceeds 1e100.
-    """
+    """The L of the module docstring: a bound on the norm of the Jacobian of L2 attention."""
     if not high <= _LARGEST:
         return INFINITE
     if high == 0:
@@ -184,11 +173,7 @@ class _Average:
 
 
 def _levels(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups positive weights into at most ``_LEVELS`` levels, each rounded up.
-
-    Returns:
-        The levels, shape (L,), and the number of weights of each column at each level, shape (columns, L).
-    """
+    """Groups positive weights into at most ``_LEVELS`` levels, each rounded up."""
     weights = weights.double()
     largest = float(weights.max())
     smallest = max(float(weights[weights > 0].min()), largest * 1e-9)

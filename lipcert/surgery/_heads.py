@@ -42,11 +42,6 @@ def heads_of(module: nn.Module, packing: str, tokens: Tensor | None) -> Heads:
 
     If queries and keys are normalised, by a module or for cosine attention, each channel of each head is multiplied by
     the factor that best approximates the normalisation on the tokens, in mean square.
-
-    Args:
-        module: an attention module of timm.
-        packing: the layout of the maps; a key of ``PACKINGS``.
-        tokens: its input, shape (..., dim); by default random normal tokens.
     """
     maps = PACKINGS[packing](module)
     weights = [weight.detach().double() for weight in maps.weights]

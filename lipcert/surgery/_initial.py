@@ -30,13 +30,7 @@ _VALUE_RIDGE = 1e-2
 
 @torch.no_grad()
 def initialise_attention(new: L2Attention, old: Heads, tokens: Tensor | None = None) -> None:
-    """Sets ``q`` and the values of ``new``.
-
-    Args:
-        new: the module to initialise.
-        old: queries, keys and values of the dot-product attention.
-        tokens: inputs of the attention, shape (..., dim); without them all directions have equal weight.
-    """
+    """Sets ``q`` and the values of ``new``."""
     heads, width, dim = new.num_heads, new.head_dim, new.dim
     queries, keys, values = old.queries, old.keys, old.values
     mean, root = _moments(tokens, queries, dim)
@@ -78,13 +72,7 @@ def _moments(tokens: Tensor | None, like: Tensor, dim: int) -> tuple[Tensor, Ten
 
 @torch.no_grad()
 def calibrate_projection(new: _Projection, norm: nn.Module, tokens: Tensor) -> None:
-    """Sets ``radius``, ``weight`` and ``bias`` of ``new``.
-
-    Args:
-        new: the projection that replaces ``norm``.
-        norm: the normalisation.
-        tokens: its input.
-    """
+    """Sets ``radius``, ``weight`` and ``bias`` of ``new``."""
     tokens = new.rows(tokens).double()
     if new.centred:
         tokens = tokens - tokens.mean(-1, keepdim=True)

@@ -23,12 +23,6 @@ class _Projection(nn.Module):
     ``project`` is 1-Lipschitz, the whole is max|weight|-Lipschitz for each token, hence for all together. If
     ``project`` maps into the ball of radius R, then every token of the output has norm at most max|weight|·R +
     ‖bias‖. Without centring the same holds.
-
-    Args:
-        dim: number of channels d.
-        radius: R, in the units of the centred tokens.
-        bias: whether there is a bias.
-        channels_first: the channels are dimension 1 of the input, as in (N, C, H, W), and not the last one.
     """
 
     PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
@@ -70,17 +64,7 @@ class _Projection(nn.Module):
         return x.movedim(1, -1) if self.channels_first else x
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """max|weight|; proof above.
-
-        Args:
-            input_shape: shape of one sample, (..., dim), or (dim, ...) with ``channels_first``.
-
-        Returns:
-            The bound.
-
-        Raises:
-            InputError: if the channels are not where they should be, or the radius is not a positive number.
-        """
+        """max|weight|; proof above."""
         if not input_shape or input_shape[0 if self.channels_first else -1] != self.dim:
             expected = f"({self.dim}, ...)" if self.channels_first else f"(..., {self.dim})"
             raise InputError(f"{type(self).__name__} takes {expected}, got {tuple(input_shape)}")
@@ -152,11 +136,6 @@ class _GroupProjection(_Projection):
     The proof of :class:`_Projection` holds with groups for tokens: centring and projecting a group are 1-Lipschitz and
     the groups share no entry, so the whole is max|weight|-Lipschitz. The ball of radius R holds every group, so a
     vector of channels, which has entries in all g groups, has norm at most max|weight|·R·√g + ‖bias‖.
-
-    Args:
-        dim: number of channels, along dimension 1.
-        groups: g.
-        **kwargs: as in :class:`_Projection`.
     """
 
     def __init__(self, dim: int, radius: float = 1.0, *, groups: int = 1, **kwargs: Any):

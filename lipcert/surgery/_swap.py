@@ -117,20 +117,6 @@ def swap(
     Linear and Conv2d become :class:`LipLinear` and :class:`LipConv2d`; subclasses are kept. New attention is
     initialised from the old weights. Projections start with radius 1 and LayerNorm's weight and bias. A state dict or
     :func:`convert` must set the final values.
-
-    Args:
-        net: the network, for example a timm model.
-        attention: ``"l2"`` replaces the attention classes in :mod:`lipcert.surgery._table`; ``"keep"`` keeps them.
-        norm: ``"project"``, ``"smooth"`` or ``"lofast"`` replace the normalisations in that table; ``"keep"`` keeps
-            them.
-        activation: the replacement of every ``nn.ReLU``; ``"keep"`` keeps them.
-        initialise: False skips the initial weights of new attention, if a state dict will be loaded.
-
-    Returns:
-        The replaced modules, in the order of ``net.named_modules()``.
-
-    Raises:
-        InputError: ``attention``, ``norm`` or ``activation`` is unknown.
     """
     edits, _ = plan(net, attention=attention, norm=norm, activation=activation)
     if initialise:

@@ -34,17 +34,6 @@ class Batches:
     order and all crops, so the images do not depend on the number of processes.
 
     ``len()`` is the number of batches.
-
-    Args:
-        images: the data set.
-        model: its ``input_size`` is the size of the crops.
-        size: images per batch, over all processes; the last batch may be smaller.
-        augment: True crops at random, to at least three quarters of the area, and flips horizontally; an
-            :class:`Augmentation` states other changes; False leaves the images unchanged.
-        seen: called with the number of images of each batch after its use.
-
-    Raises:
-        InputError: the data set has no labels, or ``size`` is below 1.
     """
 
     def __init__(
@@ -127,13 +116,6 @@ class Mixed:
 
     An iteration uses the first data set once and repeats the second as often as needed. ``len()`` is the number of
     batches.
-
-    Args:
-        own: batches of the first data set.
-        other: batches of the second data set.
-
-    Raises:
-        InputError: the second data set has no images.
     """
 
     def __init__(self, main: Batches, other: Batches):
@@ -165,12 +147,6 @@ def _restoring_randomness() -> Iterator[None]:
 def _shifted(images: Tensor, places: Tensor, most: int, seed: int) -> Tensor:
     """Shifts the images by up to ``most`` pixels in each direction, fills with black, and flips half of them
     horizontally.
-
-    Args:
-        images: shape (N, C, H, W).
-        places: the positions of the images in their data set.
-        most: the largest shift, in pixels.
-        seed: determines the shift of an image, together with its position.
     """
     drawn = torch.rand(int(places.max()) + 1, 3, generator=torch.Generator().manual_seed(seed))[places]
     down, right = (drawn[:, :2] * (2 * most + 1)).long().unbind(1)

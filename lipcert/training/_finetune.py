@@ -229,11 +229,7 @@ def finetune(
 
 
 def check_trainable(model: Model, asked: FinetuneSettings, teacher: Model | None = None) -> None:
-    """Checks that :func:`finetune` can train the model with these settings, and with this teacher.
-
-    Raises:
-        InputError: it cannot; the message states the reason.
-    """
+    """Checks that :func:`finetune` can train the model with these settings, and with this teacher."""
     check_eps(asked.eps, model)
     if asked.max_norm is not None:
         held_at(model, asked.max_norm)
@@ -260,11 +256,7 @@ def check_trainable(model: Model, asked: FinetuneSettings, teacher: Model | None
 
 
 def _others(model: Model, only: str | None) -> list[nn.Parameter]:
-    """The trainable parameters that ``only`` excludes.
-
-    Raises:
-        InputError: a pattern matches no trainable parameter.
-    """
+    """The trainable parameters that ``only`` excludes."""
     if only is None:
         return []
     named = {name: parameter for name, parameter in model.net.named_parameters() if parameter.requires_grad}
@@ -551,11 +543,7 @@ class _Run:
 
 
 def _cut(model: Model) -> str:
-    """The module whose output is the value behind which the anchored certificate starts.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The module whose output is the value behind which the anchored certificate starts."""
     cut = cut_of(model)
     if cut is None:
         raise InputError(

@@ -322,15 +322,6 @@ def reach(rows: Tensor, down: Tensor, up: Tensor, rho: Tensor) -> Tensor:
     ‖δ‖ = ρ for t_S² = (ρ² − Σ_S l_i²) / Σ_{i∉S} c_i². If S is part of the entries at their limits at the optimum, t_S
     is at most t, so S may take the entries with t_S|c_i| ≥ l_i; S is complete when there are none. The maximum is then
     Σ_S |c_i| l_i + √(ρ² − Σ_S l_i²) times the norm of the other c_i.
-
-    Args:
-        rows: c, shape (..., n).
-        down: limits of −δ, shape (..., n), ≥ 0.
-        up: limits of δ, shape (..., n), ≥ 0.
-        rho: ρ, shape (...).
-
-    Returns:
-        The maxima, shape (...).
     """
     size = rows.abs()
     limit = torch.where(rows > 0, up, down).clamp_min(0)

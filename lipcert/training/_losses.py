@@ -56,21 +56,6 @@ def cut_loss(
 
     To first order, this is the margin that the anchored certificate behind c needs, with the Lipschitz constant K of
     the layers up to c. The gradient is differentiated again, through the layers behind c only.
-
-    Args:
-        model: maps pixels to logits, each image independently.
-        cut: the module whose last output is c, through which the logits depend on the image.
-        images: shape (N, C, H, W).
-        labels: the classes y, shape (N,).
-        constant: K, with its gradient.
-        eps: ε in ℓ2 on pixels.
-        temperature: divides the logits.
-
-    Returns:
-        The loss, and the logits of the model, shape (N, classes).
-
-    Raises:
-        InputError: the module does not return one tensor.
     """
     outputs: list[Tensor] = []
 
@@ -148,17 +133,6 @@ def noise_loss(
     Source: Cohen, Rosenfeld and Kolter, "Certified adversarial robustness via randomized smoothing", ICML 2019, section
     3.3; Jeong and Shin, "Consistency regularization for certified robustness of smoothed classifiers", NeurIPS 2020,
     equation 10 with η = ½.
-
-    Args:
-        model: maps pixels to logits.
-        images: shape (N, C, H, W).
-        labels: the classes, shape (N,).
-        sigma: σ, the standard deviation of the noise at each pixel.
-        consistency: λ.
-        temperature: divides the logits.
-
-    Returns:
-        The loss, and the logits of the first noisy images, shape (N, classes).
     """
     copies = 2 if consistency else 1
     noisy = images.repeat(copies, 1, 1, 1)
@@ -235,11 +209,6 @@ def bottom(logits: Tensor, constants: Tensor, eps: float) -> Tensor:
     """The logit f_⊥ of GloRo, the maximum over j ≠ ŷ of f_j + ε K_ŷj for the predicted class ŷ, shape (N,).
 
     Source: Leino et al. 2021, equation 2; Hu et al. 2023 (arXiv 2301.12549), equation 1.
-
-    Args:
-        logits: f, shape (N, classes).
-        constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
-        eps: ε in ℓ2 on pixels.
     """
     predicted = logits.argmax(1, keepdim=True)
     return (logits + eps * constants).scatter(1, predicted, -math.inf).amax(1)

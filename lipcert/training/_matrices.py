@@ -15,15 +15,7 @@ from lipcert.surgery import L2Attention, LayerProject, SmoothProject
 
 
 class Matrix:
-    """A weight as matrices, or one of the three parts of the joint ``qkv`` weight of an attention.
-
-    Args:
-        path: the path of the module in the model; ``blocks.0.attn.q`` for a part of ``blocks.0.attn.qkv``.
-        module: the module that holds the parameter.
-        name: the name of the parameter in the module.
-        part: the index of the part, when the rows are divided into ``parts`` equal parts.
-        parts: the number of parts.
-    """
+    """A weight as matrices, or one of the three parts of the joint ``qkv`` weight of an attention."""
 
     def __init__(self, path: str, module: nn.Module, name: str, part: int = 0, parts: int = 1):
         self.path = path
@@ -67,12 +59,7 @@ class Matrix:
         return torch.randn(shape, generator=generator).to(value)
 
     def power(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """One step of power iteration with WᵀW.
-
-        Returns:
-            The next unit vector, and estimates of the norms of the matrices of the groups, or of the convolutions if
-            patches overlap, shape (groups, 1, 1).
-        """
+        """One step of power iteration with WᵀW."""
         conv = self.overlapping
         if conv is None:
             value = self.value()
@@ -118,13 +105,6 @@ class NormHold:
 
     The norms are estimated by power iteration, one step per call, with vectors kept between calls. So the limits hold
     up to the error of that estimate.
-
-    Args:
-        model: the network.
-        norm: the largest norm allowed, or several by patterns as in :mod:`fnmatch`.
-
-    Raises:
-        InputError: a pattern matches no matrix and no projection, or a matrix is parametrised.
     """
 
     def __init__(self, model: nn.Module, norm: MaxNorm = 1.0):

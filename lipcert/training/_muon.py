@@ -26,14 +26,6 @@ class Muon(torch.optim.AdamW):
 
     Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024), with the factor of Liu et
     al., "Muon is scalable for LLM training" (arXiv 2502.16982), equation 4.
-
-    Args:
-        parameters: all trained parameters.
-        matrices: the matrices among them, or among their parts.
-        lr: the learning rate.
-        weight_decay: of the matrices; it keeps those directions small in which nothing is learned, which would make
-            certificates worse.
-        dtype: the type in which updates are made orthogonal; that of the parameters by default.
     """
 
     def __init__(

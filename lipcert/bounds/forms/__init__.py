@@ -49,13 +49,7 @@ _ROUNDS = 4  # one match can be an operation of another
 
 
 def canonical_forms(graph: Graph, question: str, images: Sequence[Tensor]) -> Graph:
-    """The network with every recognised group of operations replaced by one; the same network if there is none.
-
-    Args:
-        graph: the captured network, without casts.
-        question: "lipschitz" or "remainder": the question that the replacement's rule must answer.
-        images: the two networks are compared on these, each of shape (1, C, H, W).
-    """
+    """The network with every recognised group of operations replaced by one; the same network if there is none."""
     graph = rewritten = needed(graph)
     names: list[str] = []
     for _ in range(_ROUNDS):

@@ -48,10 +48,6 @@ def _odds(p: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     inequality gives Σ_{i≠j} p_i e^(w_i) ≥ (1 − p_j) e^(Σ q_i w_i). So the entry is at most p_j/(p_j + (1 − p_j)e^(−t))
     with t = w_j − Σ q_i w_i ≤ √(1 + Σ q_i²) ‖w‖, which increases in p_j and in t. The largest p_j and the largest
     Σ q_i² ≤ 1 of a row count.
-
-    Args:
-        p: shape (N, ...).
-        dim: the axis of the entries of a row.
     """
     largest = per_image(p.amax(dim)) * (1 + _HIDDEN)
     others = (p.square().sum(dim, keepdim=True) - p.square() + _HIDDEN).clamp_min(0)

@@ -90,16 +90,6 @@ def matrix_rounding(
     For row i, |W||x̂| ≤ |W||x| + ‖w_i‖ρ and |Wx̂ + b| ≤ |Wx + b| + ‖w_i‖ρ by the Cauchy–Schwarz inequality. |W| times
     bounds on the entries of |x̂| is a bound too. For float64, whose errors are tiny, |W||x̂| ≤ ‖w_i‖₁ max|x̂| is enough,
     and takes no further product.
-
-    Args:
-        node: the operation.
-        x: the operand.
-        weight: W.
-        bias: b, or None.
-        terms: n.
-        apply: the operation as a function of operand, weight and bias.
-        rows: returns the norms of the rows of a weight, of order 1 or 2, in a shape that broadcasts with the result.
-        fmt: the deployed format.
     """
     weight = weight.detach().double()
     bias = None if bias is None else bias.detach().double()
@@ -122,11 +112,7 @@ def matrix_rounding(
 
 
 def constant_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of an operation whose weight and bias are constants.
-
-    Raises:
-        NoAnswer: the weight or the bias depends on the image.
-    """
+    """The arguments of an operation whose weight and bias are constants."""
     args = arguments(node)
     if isinstance(args["weight"], Node) or isinstance(args.get("bias"), Node):
         raise NoAnswer("weights that depend on the image")
@@ -324,11 +310,7 @@ def einsum(call: Call, equation: str, *tensors: Any) -> Value:
 
 
 def terms(equation: str) -> tuple[str, str]:
-    """The axes of the two tensors of a product.
-
-    Raises:
-        NoAnswer: not two tensors, or axes that are not named.
-    """
+    """The axes of the two tensors of a product."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     labels = inputs.split(",")
     if len(labels) != 2 or "." in equation or "->" not in equation:
@@ -342,9 +324,6 @@ def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
     """The sizes of the axes of a product of two tensors, values or nodes.
 
     An axis of size 1 is repeated if it is longer in the other operand, as in torch.
-
-    Raises:
-        NoAnswer: as :func:`roles`.
     """
     roles(equation)
     lengths: dict[str, int] = {}
@@ -358,22 +337,14 @@ def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
 
 
 def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
-    """How many times each of two operands is repeated along axes in which it has size 1 and the other is longer.
-
-    Raises:
-        NoAnswer: as :func:`roles`.
-    """
+    """How many times each of two operands is repeated along axes in which it has size 1 and the other is longer."""
     wide = sizes(equation, operands)
     pairs = zip(terms(equation), operands, strict=True)
     return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in pairs]
 
 
 def roles(equation: str) -> tuple[str, str, str, str]:
-    """The axes of a product of two tensors: in both and the result, only in the first, only in the second, summed over.
-
-    Raises:
-        NoAnswer: not two tensors; an axis occurs twice in one of them, or only one tensor is summed over it.
-    """
+    """The axes of a product of two tensors: of all three, of the first and result, of second and result, of both."""
     a, b = terms(equation)
     output = equation.replace(" ", "").partition("->")[2]
     shared = [axis for axis in a if axis in b]

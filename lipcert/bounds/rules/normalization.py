@@ -161,15 +161,7 @@ class Centred:
 
     @classmethod
     def of(cls, tokens: Tensor, rho: Tensor, most: Tensor, terms: int, fmt: Format) -> Centred:
-        """Tokens minus their mean, whose error is that of :meth:`Format.sum`.
-
-        Args:
-            tokens: nominal z, shape (N, ..., d).
-            rho: bounds on the deviation of the tokens, in a shape that broadcasts.
-            most: bounds on |z_i|.
-            terms: d for sums in any order; 4d if the mean may be computed by updates (Welford).
-            fmt: the deployed format.
-        """
+        """Tokens minus their mean, whose error is that of :meth:`Format.sum`."""
         d = tokens.shape[-1]
         centred = tokens - tokens.mean(-1, keepdim=True)
         length = centred.norm(dim=-1, keepdim=True)

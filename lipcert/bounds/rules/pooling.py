@@ -28,9 +28,6 @@ def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -
     """The largest row sum of a linear map A with entries ≥ 0, and a bound on ‖A‖: √(max row sum · max column sum).
 
     This is Schur's test. The row sums are A·1, the column sums Aᵀ·1 by autograd.
-
-    Raises:
-        NoAnswer: A has entries of both signs.
     """
     ones = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     with torch.enable_grad():
@@ -195,11 +192,6 @@ class _Windows(Kinked):
     """The maximum over windows: with k the largest minus the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
 
     |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in at most m windows, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
-
-    Args:
-        x: the operand, shape (..., *sizes).
-        windows: for every axis the positions that each window covers, shape (windows, entries); positions outside the
-            axis are padding.
     """
 
     def __init__(self, x: Tensor, windows: Sequence[Tensor]):

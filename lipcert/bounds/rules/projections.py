@@ -151,12 +151,6 @@ class Crossing:
     Φ = R/max(R, n − e)² if the token can be outside the ball, and 0 otherwise. The sum Σ ‖d_t‖Φ b|e| is at most
     min(max(‖d_t‖Φ) η, ‖(‖d_t‖Φe)_t‖) ρ, with η over the tokens with Φ > 0. In norm the component is at most max(Φ e) ρ,
     and it is orthogonal to the rest.
-
-    Args:
-        n: lengths of the tokens, shape (N, tokens).
-        radius: R.
-        bend: the kinks at distance |n − R|, with the widths of the secants.
-        rho: ρ, α and p, each of shape (N,).
     """
 
     def __init__(self, n: Tensor, radius: float, bend: Bend, rho: Sequence[Tensor]):

@@ -67,11 +67,7 @@ def _layer(
 def ways_of(
     shape: tuple[int, ...], weights: Sequence[Tensor], biased: bool, layers: int, bidirectional: bool
 ) -> list[Sequence[Tensor]]:
-    """The weights of each direction.
-
-    Raises:
-        NoAnswer: several layers, projections, or an input without a batch axis.
-    """
+    """The weights of each direction."""
     count, ways = 4 if biased else 2, 2 if bidirectional else 1
     if layers != 1 or len(shape) != 3:
         raise NoAnswer("more than one layer, or no batch axis")

@@ -101,11 +101,7 @@ def variance(call: Call, x: Value, dim: Any = None, *args: Any, **kwargs: Any) -
 
 
 def _divisor(node: Node) -> float:
-    """d of a captured variance.
-
-    Raises:
-        NoAnswer: d is not positive, or the arguments are in an old form.
-    """
+    """d of a captured variance."""
     args = arguments(node)
     shape = node.operands[0].shape
     size = math.prod(shape[d] for d in reduced(Value(shape, 0), args.get("dim")))

@@ -199,11 +199,7 @@ def _to_cpu(tree: Any) -> Any:
 
 
 def _to_meta(index: Any) -> Any:
-    """An index for a tensor on the meta device.
-
-    Raises:
-        NoAnswer: the index contains a mask, so that the shape depends on its values.
-    """
+    """An index for a tensor on the meta device."""
     if isinstance(index, tuple):
         return tuple(_to_meta(item) for item in index)
     if isinstance(index, Tensor) and index.dtype == torch.bool:
@@ -331,11 +327,7 @@ def _written_once(node: Node) -> bool:
 
 
 def check_written_once(shape: tuple[int, ...], index: Any) -> None:
-    """Checks that an assignment writes to no position twice: torch does not define which of the values is kept.
-
-    Raises:
-        NoAnswer: a position occurs twice, or positions depend on the image.
-    """
+    """Checks that an assignment writes to no position twice: torch does not define which of the values is kept."""
     # Indexing the entries' numbers with the same index gives the positions that are written to.
     places = torch.arange(math.prod(shape)).reshape(shape)[_constant_index(index)].flatten()
     if len(places) != len(places.unique()):
@@ -343,11 +335,7 @@ def check_written_once(shape: tuple[int, ...], index: Any) -> None:
 
 
 def _constant_index(index: Any) -> Any:
-    """An index that does not depend on the image, on the CPU.
-
-    Raises:
-        NoAnswer: it depends on the image.
-    """
+    """An index that does not depend on the image, on the CPU."""
     if isinstance(index, (tuple, list)):
         return type(index)(map(_constant_index, index))
     if isinstance(index, Tensor):

@@ -158,15 +158,7 @@ class Behind:
 
 
 class BehindAnchor:
-    """The layers behind the cut linearised at N images.
-
-    Args:
-        method: the certificate of the model.
-        images: shape (N, C, H, W).
-        anchor: the layers behind the cut.
-        ledger: of the images.
-        progress: called with (norms computed, norms in total).
-    """
+    """The layers behind the cut linearised at N images."""
 
     def __init__(
         self, method: Behind, images: Tensor, anchor: Anchor, ledger: Ledger, progress: NormProgress | None = None
@@ -280,9 +272,6 @@ def constant_up_to(graph: Graph, cut: Node, model: Model) -> float:
 
     It is read from the operations that compute the cut, and from a network in which modules with a rule of their own,
     such as L2 attention, are whole. The smaller counts.
-
-    Raises:
-        UnsupportedOperation: names the operations without a rule.
     """
     whole = capture(model, an_image(model), kept_whole)
     node = _module_of(cut, graph, whole, model)
@@ -356,10 +345,6 @@ def cut_behind_kinks(graph: Graph, kinks: int = 1) -> Node | None:
 
     It is the first cut behind all operations with kinks or without a remainder rule. Some operations with kinks may
     follow it: the last nonlinear ones, if their rules have contracted forms.
-
-    Args:
-        graph: the network.
-        kinks: how many of them.
     """
     unfit: list[int] = []
     last = -1

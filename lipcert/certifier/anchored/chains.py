@@ -75,10 +75,6 @@ class Chains:
 
     Attributes:
         links: for every operation after ``source``, the operation as a function of each of its operands.
-
-    Args:
-        replay: the network.
-        source: what is perturbed.
     """
 
     def __init__(self, replay: Replay, source: Node):

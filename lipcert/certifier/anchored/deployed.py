@@ -192,12 +192,6 @@ class MeasuredRounding(Rounding):
 class _Measuring(Rounding):
     """Bounds the rounding errors during a walk through the network.
 
-    Args:
-        at: the linearised network.
-        eps: the norm of the perturbations, shape (N,).
-        ranges: the ranges of all values, and the Lipschitz constants of operations.
-        measured: receives the bounds.
-
     Attributes:
         moved: ρ of every value, shape (N,): the distance of the deployed value from the nominal one.
     """

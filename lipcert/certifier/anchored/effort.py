@@ -160,14 +160,7 @@ def _fewer(
 def _limited(
     candidates: list[Candidate], effort: dict[NormKey, float], plan: NormPlan, usual: float
 ) -> dict[NormKey, float]:
-    """The same choice within the plan's limit on work: looser, and with further norms left to products.
-
-    Args:
-        candidates: the norms, in increasing order of their worth.
-        effort: the choice without a limit.
-        plan: the norms of the network.
-        usual: the tolerance for which the costs are known.
-    """
+    """The same choice within the plan's limit on work: looser, and with further norms left to products."""
     named = {one.key for one in candidates}
     others = [pair for pair in plan.pairs if ("norm", *pair) not in named and not plan.network.affine_path(*pair)]
     affordable = plan.limit - plan.work_of_links - sum(plan.work_of(*pair) for pair in others)

@@ -19,18 +19,7 @@ Values = Mapping[Node, Tensor]
 def disturbed(
     network: Network, values: Values, sources: Sequence[Node], path: Sequence[Node], targets: Sequence[Node]
 ) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
-    """The targets as functions of what is added to the sources, for gradients by autograd.
-
-    Args:
-        network: the network.
-        values: nominal values, including the widths of secants.
-        sources: values to which something is added.
-        path: the operations to evaluate, in order.
-        targets: the values of interest.
-
-    Returns:
-        The targets, and zeros that are added to the sources, each of shape (N, *shape of the value).
-    """
+    """The targets as functions of what is added to the sources, for gradients by autograd."""
     inside = {*path}
     outside = [a for a in sources if a not in inside]
     read = [operand for node in path for operand in node.operands]
@@ -64,14 +53,6 @@ def margin_gradients(
     """∇m with respect to the source, shape (N, entries), and to results of operations, for margins m = f_y − f_j.
 
     With ``linear``, Σ_u ⟨b_u, u⟩ is subtracted from m first.
-
-    Args:
-        network: the network.
-        values: nominal values, including the widths of secants.
-        nodes: the operations.
-        rivals: the classes j, shape (N,).
-        predicted: the classes y, shape (N,).
-        linear: b_u for values u of the network, each of shape (N, *u.shape).
     """
     output, source = network.graph.output, network.source
     path = network.replay.between(source, [output])
@@ -87,14 +68,7 @@ def margin_gradients(
 
 
 def tangents(network: Network, values: Values, nodes: Sequence[Node], direction: Tensor) -> dict[Node, Tensor]:
-    """G(source → u) p for every u of ``nodes`` for which autograd finds it, each of shape (N, *u.shape).
-
-    Args:
-        network: the network.
-        values: nominal values, including the widths of secants.
-        nodes: the values u, each of which depends on the source.
-        direction: p, shape (N, entries of the source).
-    """
+    """G(source → u) p for every u of ``nodes`` for which autograd finds it, each of shape (N, *u.shape)."""
     source = values[network.source].detach().requires_grad_()
     start = direction.reshape(source.shape)
     with torch.enable_grad():

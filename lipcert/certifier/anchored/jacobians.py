@@ -110,16 +110,7 @@ class LinearOperator(NamedTuple):
 
 
 class Jacobians:
-    """Norms of the Jacobians G(a → b) of a network.
-
-    Args:
-        network: the network.
-        tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
-        deterministic: computes every Jacobian in full.
-        seed: the seed of the check that a derivative which autograd takes for 0 is 0.
-        delta: the failure probability of a norm by Lanczos.
-        probes: the number of random products from which norms of rows are bounded.
-    """
+    """Norms of the Jacobians G(a → b) of a network."""
 
     def __init__(
         self,
@@ -149,11 +140,7 @@ class Jacobians:
         return other
 
     def check_sizes(self, pairs: Sequence[Pair]) -> None:
-        """Checks that every Jacobian is small enough to be computed in full.
-
-        Raises:
-            InputError: states the size of the largest Jacobian.
-        """
+        """Checks that every Jacobian is small enough to be computed in full."""
         a, b = max(pairs, key=lambda pair: pair[0].entries * pair[1].entries)
         rows, columns = b.entries, a.entries
         if rows * columns > _MOST:
@@ -243,17 +230,6 @@ class Jacobians:
 
         If b does not depend on a, for instance because the value is overwritten, then Gᵀw does not depend on w for
         autograd. A derivative that was detached looks the same. So G = 0 is checked on a random w.
-
-        Args:
-            a: the value with respect to which is differentiated.
-            b: the value that is differentiated.
-            values: nominal values.
-            several: whether the products take several vectors at once.
-            form: M; the identity by default.
-            path: restricts G to the Jacobian along these operations.
-
-        Raises:
-            UnsupportedOperation: the derivative of an operation between a and b cannot be differentiated.
         """
         source = values[a].detach().requires_grad_()
         with torch.enable_grad():
@@ -403,9 +379,6 @@ class Jacobians:
         """All rows of G(a → u), shape (N, entries of u, entries of a), for every u and each of its a.
 
         With ``path`` those of the Jacobians along these operations.
-
-        Raises:
-            UnsupportedOperation: for autograd u does not depend on an a from which it is computed.
         """
         position = self.network.replay.position
         sources = sorted({a for some in starts.values() for a in some}, key=position.__getitem__)
@@ -522,11 +495,7 @@ class Jacobians:
         return product
 
     def _check_zero(self, b: Node, target: Tensor, source: Tensor) -> None:
-        """Checks on a random vector that a derivative which autograd takes for 0 is 0.
-
-        Raises:
-            UnsupportedOperation: it is not.
-        """
+        """Checks on a random vector that a derivative which autograd takes for 0 is 0."""
         chance = torch.randn(target.shape, generator=torch.Generator().manual_seed(self.seed), dtype=target.dtype)
         (gradient,) = torch.autograd.grad(target, source, chance.to(target), retain_graph=True, allow_unused=True)
         if gradient is not None and gradient.any():

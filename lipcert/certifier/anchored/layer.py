@@ -131,21 +131,7 @@ def moved_within(network: Network, local: Errors, radius: Tensor) -> tuple[dict[
 
 
 class Layer:
-    """The layer between two cuts b and c, as far as it does not depend on images.
-
-    Args:
-        model: the model, in float64.
-        graph: the network up to c.
-        start: b.
-        scale: at least K_b/K, for the Lipschitz constants of b and c.
-        rounding: bounds e_b, of b.
-        at_end: bounds e, of c.
-        radius: the radius around ĉ(x) that is wanted; ∞ for the largest.
-
-    Raises:
-        UnsupportedOperation: an operation between b and c is neither affine nor a ReLU, or there are two ReLUs, or
-            one has no bound on its rounding errors.
-    """
+    """The layer between two cuts b and c, as far as it does not depend on images."""
 
     def __init__(
         self,
@@ -237,14 +223,7 @@ class Layer:
 
 
 class LayerAt:
-    """The layer at N images. What does not depend on the margin is computed once for each image that needs it.
-
-    Args:
-        layer: the layer.
-        images: all images, shape (M, C, H, W).
-        places: which of them, shape (N,).
-        known: the values by place.
-    """
+    """The layer at N images. What does not depend on the margin is computed once for each image that needs it."""
 
     def __init__(self, layer: Layer, images: Tensor, places: Tensor, known: dict[int, Values]):
         self.layer, self.images, self.places, self.known = layer, images, places, known
@@ -254,13 +233,7 @@ class LayerAt:
         return LayerAt(self.layer, self.images, self.places[index.to(self.places.device)], self.known)
 
     def fall(self, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
-        """Bounds on −⟨g, c(x′) − ĉ(x)⟩; ∞ for images whose margin is far above ‖g‖ times the radius that is wanted.
-
-        Args:
-            g: shape (N, entries of c).
-            slope: ‖g‖, shape (N,).
-            margin: what a fall is compared with, shape (N,); it decides κ, and no bound depends on it otherwise.
-        """
+        """Bounds on −⟨g, c(x′) − ĉ(x)⟩; ∞ for images whose margin is far above ‖g‖ times the radius that is wanted."""
         terms = g.new_full((len(g), len(_TERMS)), math.inf)
         some = ((margin > 0) & (margin < _NEAR * slope * self.layer.radius)).nonzero()[:, 0]
         for part in some.split(_TOGETHER) if len(some) else ():
@@ -279,11 +252,7 @@ class LayerAt:
 
 
 class Fall:
-    """Upper bounds on −⟨g, c(x′) − ĉ(x)⟩ for N images and all x′ with K ‖x′ − x‖ + e at most a radius.
-
-    Args:
-        terms: the numbers ``_TERMS`` of each image, shape (N, terms).
-    """
+    """Upper bounds on −⟨g, c(x′) − ĉ(x)⟩ for N images and all x′ with K ‖x′ − x‖ + e at most a radius."""
 
     def __init__(self, terms: Tensor):
         self.terms = terms

@@ -187,13 +187,6 @@ class RivalMargin:
 
     Attributes:
         linear: the b_u.
-
-    Args:
-        at: the network linearised at N images.
-        rivals: the classes j, shape (N,).
-        predicted: the classes y, shape (N,).
-        margins: f_y − f_j at the images, shape (N, classes).
-        linear: linear terms ⟨b_u, u⟩ of contracted forms, which are subtracted from the margin, by u.
     """
 
     def __init__(
@@ -236,12 +229,7 @@ class RivalMargin:
         return part
 
     def first_order(self, eps: Tensor, along: Tensor | None = None) -> Tensor:
-        """An upper bound on how far the margin falls within ε to first order, shape (N,).
-
-        Args:
-            eps: ε.
-            along: the largest part of a perturbation along the gradient, shape (N,); ε by default.
-        """
+        """An upper bound on how far the margin falls within ε to first order, shape (N,)."""
         fall = self.slope * (eps if along is None else along)
         return fall if self.fall is None else torch.minimum(fall, self.fall(eps))
 
@@ -318,12 +306,7 @@ class RivalMargin:
         return self.furthest(guess if enough is None else torch.minimum(guess, enough), upto=enough)
 
     def weighed(self, least: Tensor, round: int) -> Tensor:
-        """Radii with contracted forms, shape (N,), at least ``least``.
-
-        Args:
-            least: valid radii, shape (N,).
-            round: the number of rival classes examined before; it identifies the start vectors.
-        """
+        """Radii with contracted forms, shape (N,), at least ``least``."""
         toward, upto, forms = self.forms(least)
         if not forms:
             return least

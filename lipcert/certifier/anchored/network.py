@@ -60,12 +60,7 @@ def an_image(model: Model) -> Tensor:
 
 
 def recorded(model: Model, *, casts: bool = False) -> Graph:
-    """The captured network; modules with remainder rules are kept whole.
-
-    Args:
-        model: the model, in float64.
-        casts: records the casts inside the network.
-    """
+    """The captured network; modules with remainder rules are kept whole."""
     return capture(model, an_image(model), lambda module: kept_whole(module, "remainder"), casts=casts)
 
 
@@ -94,20 +89,6 @@ class Network:
         chains: products of norms along the operations after the source.
         kept: the nodes whose nominal values are kept, in order.
         local: rounding errors of these operations in float64.
-
-    Args:
-        model: the model, in float64.
-        at: the perturbed value: None for the pixels, the path of a module for its output, the index of a stage for its
-            start, or a node of ``graph``.
-        casts: records the casts inside the network; by default they are left out, as in real arithmetic.
-        graph: the captured network; by default the model is captured.
-        widths: nodes outside ``graph`` whose values ``graph`` reads: see :func:`.with_secants`.
-        merged: leaves out cuts that save no norms.
-
-    Raises:
-        InputError: ``at`` names no value of the network.
-        UnsupportedOperation: names the operations after ``at`` that have no remainder rule.
-        WrongDerivative: torch's derivatives under vmap differ from those without.
     """
 
     def __init__(
@@ -151,9 +132,6 @@ class Network:
         Torch has kernels of their own for these, some of which have been wrong for a single image, or for one memory
         layout. Compares gradients for one image and for two, and products with Jacobians by ⟨u, Jv⟩ = ⟨Jᵀu, v⟩.
         Gradients that consist of rounding errors, as those of saturated networks may, differ at nearby points too.
-
-        Raises:
-            WrongDerivative: they differ.
         """
         generator = torch.Generator().manual_seed(1)
 
@@ -325,12 +303,7 @@ class Network:
         return not any(node in self.rules for node in self.replay.between(a, [b]))
 
     def values(self, images: Tensor, widths: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
-        """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads.
-
-        Args:
-            images: shape (N, 1, C, H, W).
-            widths: the widths of the secants, each of shape (N, 1); 0 by default.
-        """
+        """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads."""
         single = [node for node in self.kept if node.single and node is not self.graph.input]
         leaves = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
 

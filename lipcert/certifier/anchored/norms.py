@@ -161,16 +161,6 @@ class NormFinder:
             Norms that are the same for all images are always computed, within the tolerance of the options. None until
             they are chosen.
         columns: the norms of columns computed so far; they do not depend on the image.
-
-    Args:
-        network: the network.
-        plan: the norms.
-        options: how they are computed.
-        variants: the number of finders among which the failure probability of the options is split.
-        spare: the largest number of norms that may be requested in addition to those of the plan.
-
-    Raises:
-        InputError: deterministic norms of Jacobians that are too large.
     """
 
     def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, variants: int = 1, spare: int = 0):
@@ -312,12 +302,6 @@ class NormFinder:
 
         If every path from the perturbed value to u passes through v, and a comes before v, then
         G(a → u) = G(v → u) G(a → v); :mod:`.chains` proves it.
-
-        Args:
-            a: the first value.
-            u: the last value.
-            last: upper bounds on ‖M G(v → u)‖, or on the largest norm of its rows, by v.
-            norms: the norms so far, rounding included.
         """
         network, best = self.network, torch.full_like(next(iter(norms.gains.values())), math.inf)
         for v, norm in last.items():

@@ -87,13 +87,6 @@ class NormPlan:
         each: the operations whose rules take bounds on the deviations of all entries.
         blocks: for values whose entries or blocks of entries are bounded separately: the largest block, and the operand
             in which its entries are consecutive.
-
-    Args:
-        network: the network.
-        requested: the pairs (a, b) whose ‖G(a → b)‖ the certificate needs. Pairs with the norm 1 or 0 are left out.
-        passes: limits the cost of the norms to about this many forward passes; products of norms bound the other pairs.
-            None computes all norms.
-        wider: plans norms for this multiple of ``passes``, or more, from which some are chosen later (:mod:`.effort`).
     """
 
     def __init__(self, network: Network, requested: Iterable[Pair], passes: float | None = None, wider: float = 1.0):

@@ -45,13 +45,7 @@ _SCOUTS = (4, 9, 15)
 
 
 class Ray:
-    """First-order deviations along a unit vector p of the source at N images.
-
-    Args:
-        at: the network linearised at the images.
-        direction: a vector along p for each image, shape (N, entries of the source). Where it is too small to have a
-            direction in float64, nothing is known.
-    """
+    """First-order deviations along a unit vector p of the source at N images."""
 
     def __init__(self, at: Linearization, direction: Tensor):
         self.at, network = at, at.network
@@ -126,13 +120,7 @@ class Ray:
         return torch.where(self.defined[:, None], at_most(bounds * INFLATE), math.inf)
 
     def formed(self, u: Node, form: Form, some: Tensor) -> Tensor:
-        """An upper bound on ‖M G(x → u) p‖ for the M of a form at some of the images, shape (len(some),).
-
-        Args:
-            u: the operand of the form, as the operation reads it.
-            form: M at these images.
-            some: the indices of the images.
-        """
+        """An upper bound on ‖M G(x → u) p‖ for the M of a form at some of the images, shape (len(some),)."""
         moved = self.tangents.get(u)
         if moved is None:
             return self._nothing()[some]
@@ -165,13 +153,7 @@ class Sector(NamedTuple):
     across: Tensor
 
     def moved(self, size: Tensor, gain: Tensor | float, eps: Tensor) -> Tensor:
-        """An upper bound on ‖M G(x → u) δ‖, shape (N,), for δ in this sector with ‖δ‖ ≤ ε.
-
-        Args:
-            size: an upper bound on ‖M G(x → u) p‖.
-            gain: an upper bound on ‖M G(x → u)‖.
-            eps: ε.
-        """
+        """An upper bound on ‖M G(x → u) δ‖, shape (N,), for δ in this sector with ‖δ‖ ≤ ε."""
         return torch.minimum(at_most(gain * eps), at_most(size * self.along + gain * self.across))
 
 

@@ -91,9 +91,6 @@ class OperationRounding:
 
     Attributes:
         answers: what the rule of each operation says of its Jacobian; None if nothing.
-
-    Args:
-        chains: the links of the network.
     """
 
     def __init__(self, chains: Chains):
@@ -245,15 +242,7 @@ class Rounded:
         return self.paths[:, self.starts[a], self.place[b]]
 
     def loss(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss of a margin by rounding: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o with φ_o = Σ_w κ_wo‖p_w‖, and Σ_o φ_o ‖G(a → o)‖.
-
-        Args:
-            gradients: p of every value, each of shape (N, *node.shape).
-
-        Returns:
-            The first, shape (N,), and the second for every start a, shape (N, starts): the loss per unit of ‖δ‖ or
-            ‖R_v‖.
-        """
+        """A margin lost to rounding: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o with φ_o = Σ_w κ_wo‖p_w‖, and Σ_o φ_o ‖G(a → o)‖."""
         size = {node: lengths(slope) for node, slope in gradients.items()}
         constant = torch.stack([times(size[node], error) for node, error in self.errors.items() if node in size])
         weight = self.paths.new_zeros(len(self.paths), len(self.place))
@@ -279,18 +268,6 @@ class PathBounds:
         bounds: shape (N, values, values), ∞ where no bound is known; 0 only where b does not depend on a.
         slack: S for the pairs whose norms were computed, each of shape (N,), ∞ for those that were dropped; and for the
             pairs ``also``.
-
-    Args:
-        chains: the links of the network.
-        gains: bounds for single operations.
-        off: the κ.
-        computed: the norms as computed.
-        factor: c for each pair.
-        also: further pairs for which S is computed, for instance for norms of M G(a → b).
-        through: the values c of the pairs for which computed G(c → b) and G(a → c) are multiplied.
-        bends: the operations v of the pairs for which G(v → b) diag(φ') G(a → z) + G₀ is computed.
-        entries: for the pairs (x, b) whose products may take a stored G(x → c), see :mod:`.entry`: c, the v of
-            ``bends`` for (x, c), and the rounding error of a product with a unit vector, shape (N,).
     """
 
     def __init__(
@@ -398,27 +375,7 @@ def rounded(
     cuts: Iterable[Node] = (),
     proved: bool = True,
 ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
-    """Adds bounds on the rounding errors to computed norms, as described at the head of this file.
-
-    Args:
-        local: the operations of the network.
-        values: nominal values.
-        gains: ‖G(a → b)‖ as computed, each of shape (N,).
-        links: norms of single operations as computed.
-        starts: the nonlinear operations.
-        requested: pairs without a computed norm.
-        error_of: c of the norm of G(a → b).
-        error_of_link: the same for the norm of a single operation, from its operand and the number of rows.
-        through: as for :class:`PathBounds`.
-        bends: likewise.
-        entries: likewise.
-        cuts: further values a for which bounds on ‖G(a → o)‖ are kept.
-        proved: whether the error of the values is bounded; otherwise it is checked, and ν is 0.
-
-    Returns:
-        The rounding errors; S of all pairs, ∞ where no such bound holds; and upper bounds on all ‖G(a → b)‖. All of
-        shape (N,).
-    """
+    """Adds bounds on the rounding errors to computed norms, as described at the head of this file."""
     chains, operations = local.chains, local(values, links)
     nodes = [chains.source, *chains.links]
     place = {node: number for number, node in enumerate(nodes)}

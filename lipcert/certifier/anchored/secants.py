@@ -7,12 +7,7 @@ from lipcert.graph import Graph, Node, map_nodes
 
 
 def with_secants(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
-    """The same network, with the same values, but with secant slopes as derivatives at kinks.
-
-    Returns:
-        The network, and for each replaced operation of ``graph`` the node that represents the width of its secants.
-        These nodes are not part of the network: the caller passes their values, shape (N, 1), with the images.
-    """
+    """The same network, with the same values, but with secant slopes as derivatives at kinks."""
     stands_for: dict[Node, Node] = {}
     widths: dict[Node, Node] = {}
     nodes: list[Node] = []

@@ -22,15 +22,6 @@ def nonzero_entries(
     One product is for several rows if they read different columns, as those of distant pixels do. What a group of rows
     reads is seen from a product with NaN for all of them: sums and products with NaN are NaN, so an entry that is not
     NaN was computed without them.
-
-    Args:
-        product: products of the transposed matrix with vectors of shape (K, 1, size).
-        groups: the rows of each group, shape (groups, rows).
-        size: the number of all rows.
-        most: the largest number of entries.
-
-    Returns:
-        Rows, columns and values; None if they are too many.
     """
     apart = _reading_apart(product, groups, size, most)
     if apart is None:
@@ -60,18 +51,7 @@ def pixels(node: Node, device: torch.device) -> Tensor:
 def _reading_apart(
     product: Callable[[Tensor], Tensor], groups: Tensor, size: int, most: int
 ) -> list[tuple[Tensor, Tensor, Tensor]] | None:
-    """Splits groups of rows so that those of one part read different columns.
-
-    Args:
-        product: products of the transposed matrix with vectors of shape (K, 1, size).
-        groups: the rows of each group, shape (groups, rows).
-        size: the number of all rows.
-        most: the largest number of columns that all groups may read together.
-
-    Returns:
-        For each part the groups, the columns that they read, and before these for each of them the index of its group
-        among those of the part; None if they are too many.
-    """
+    """Splits groups of rows so that those of one part read different columns."""
     parts: list[tuple[list[Tensor], list[int]]] = []
     taken: Tensor | None = None  # whether a column is read in a part, shape (at least parts, columns)
     counts: list[int] = []  # the number of these

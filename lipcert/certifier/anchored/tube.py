@@ -81,17 +81,7 @@ class Layer:
 
 
 class Tubes:
-    """The network behind a cut c, as far as it does not depend on images.
-
-    Args:
-        model: the model, in float64.
-        graph: the network.
-        cut: c.
-
-    Raises:
-        UnsupportedOperation: an operation behind c is neither affine nor a ReLU, or has no bound on its rounding
-            errors, or a Jacobian is too large.
-    """
+    """The network behind a cut c, as far as it does not depend on images."""
 
     def __init__(self, model: Model, graph: Graph, cut: Node):
         network = self.network = Network(model, at=cut, graph=graph)
@@ -125,14 +115,7 @@ class Tubes:
         return 2.0 * _ROUNDS * _SECTORS * entries
 
     def radius(self, image: Tensor, predicted: Tensor, margins: Tensor, enough: float | None) -> float:
-        """A radius around c(image), rounded down, within which the prediction is constant.
-
-        Args:
-            image: shape (1, C, H, W).
-            predicted: y, shape (1,).
-            margins: f_y − f_j, shape (1, classes); those of the network as it is computed here count if smaller.
-            enough: a radius above which none is of interest, nor any below it; None for a full one.
-        """
+        """A radius around c(image), rounded down, within which the prediction is constant."""
         best = math.inf if enough is None else enough
         for toward in self._rivals(image, predicted, margins):
             if enough is not None and not toward.limit > enough:
@@ -166,13 +149,6 @@ class Tube:
 
     Attributes:
         limit: the first-order limit m/‖∇m‖, an estimate.
-
-    Args:
-        tubes: the network.
-        values: nominal values.
-        rival: the class j, shape (1,).
-        predicted: the class y, shape (1,).
-        margin: f_y − f_j.
     """
 
     def __init__(self, tubes: Tubes, values: Mapping[Node, Tensor], rival: Tensor, predicted: Tensor, margin: float):

@@ -160,14 +160,6 @@ class Linearization:
         rounding: the contribution of rounding errors.
         weighing: the number of earlier radius searches with contracted forms; it identifies the start vectors.
         layer: the last layer before the perturbed value; None if nothing is known of it.
-
-    Args:
-        finder: the network, and its norms.
-        images: pixels in [0, 1], shape (N, C, H, W).
-        progress: called with (norms computed, norms in total).
-        widths: the widths of the secants, each of shape (N, 1); 0 by default.
-        ledger: the ledger of the images; a new one by default.
-        layer: the last layer before the perturbed value (:mod:`.layer`), at the images.
     """
 
     def __init__(
@@ -257,13 +249,6 @@ class Linearization:
         The deviation of the start of a stage is the smaller of two bounds: the first-order part from the source plus
         all earlier remainders, and the bound that the previous stage passes on, ‖J_k‖ ρ_k + r_k. The second is the
         bound of :mod:`lipcert.certifier._lofast`. All rules increase with ρ, so no ρ is larger than that of LoFAST.
-
-        Args:
-            eps: ε, shape (N,).
-            curvature: norms with the forms M of the operations for which ‖Mδ‖ is bounded.
-            layerwise: uses only the bound that the previous stage passes on.
-            sector: what is known of the perturbations besides their norm.
-            outputs: whether the logits and features are of interest; otherwise nothing is known of them.
         """
         network, zero = self.network, torch.zeros_like(eps)
         before = self.rounding.before(network.stages[0])
@@ -304,26 +289,13 @@ class Linearization:
 
 
 class _Reach:
-    """The deviations of values by perturbations of norm at most ε, to first order.
-
-    Args:
-        at: the linearisation.
-        eps: ε, shape (N,).
-        sector: what else is known of the perturbations.
-    """
+    """The deviations of values by perturbations of norm at most ε, to first order."""
 
     def __init__(self, at: Linearization, eps: Tensor, sector: Sector | None):
         self.at, self.eps, self.sector = at, eps, sector
 
     def __call__(self, u: Node, seminorm: Seminorm, gain: Tensor | float, along: Tensor | None = None) -> Tensor:
-        """An upper bound on ‖M G(x → u) δ‖, shape (N,), for the M of a seminorm.
-
-        Args:
-            u: the value.
-            seminorm: defines M.
-            gain: an upper bound on ‖M G(x → u)‖.
-            along: an upper bound on ‖M G(x → u) p‖, for the p of the sector; by default the ray knows it.
-        """
+        """An upper bound on ‖M G(x → u) δ‖, shape (N,), for the M of a seminorm."""
         if self.sector is None or (self.at.network.source, u) in self.at.plan.unconnected:
             return gain * self.eps
         size = self.sector.ray.size(u, seminorm) if along is None else along
@@ -340,16 +312,7 @@ class _Reach:
 
 
 class _StageWalk:
-    """The part of a walk inside one stage.
-
-    Args:
-        at: the linearisation.
-        stage: the stage.
-        at_start: the deviation of its start, shape (N,).
-        source: the first-order deviations from the source, and the remainders before the stage, at its start; None to
-            use ``at_start`` only.
-        curvature: as for :meth:`Linearization.walk`.
-    """
+    """The part of a walk inside one stage."""
 
     def __init__(
         self,
@@ -470,11 +433,6 @@ class _StageWalk:
 
         With G = G(v → u) it is at most ‖G‖ ‖R‖. Where the norms w of the columns of G are known, it is also at most
         Σ w_i |R_i|, which bounds single entries and blocks of u too.
-
-        Args:
-            v: the operation.
-            rho: the ρ of its operands.
-            norm: a bound on ‖R‖, shape (N,).
         """
         at, rule, columns = self.at, self.at.remainders[v], self.at.norms.columns
         unknown = torch.full_like(norm, math.inf)

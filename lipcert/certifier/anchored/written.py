@@ -19,13 +19,7 @@ _WIDE = 2
 
 
 class Written:
-    """The Jacobians of a network at N images as matrices, each computed when it is first asked for.
-
-    Args:
-        jacobians: the network, and the matrices that are the same for all images.
-        values: nominal values.
-        pairs: the pairs (a, u) whose matrices are computed together.
-    """
+    """The Jacobians of a network at N images as matrices, each computed when it is first asked for."""
 
     def __init__(self, jacobians: Jacobians, values: Mapping[Node, Tensor], pairs: Iterable[Pair]):
         self.jacobians, self.values, self.pairs = jacobians, values, list(pairs)
