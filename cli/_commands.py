@@ -36,7 +36,6 @@ COMMANDS = {
     "report": "Show results as tables, an HTML page or a model card.",
     "verify": "Recompute rows of a result file and compare.",
     "models": "List supported timm architectures and certified checkpoints.",
-    "doctor": "Show versions, devices, caches and optional packages.",
 }
 
 _EXAMPLES = {
@@ -81,9 +80,6 @@ _EXAMPLES = {
         lipcert models 'vit_tiny*'
         lipcert models --family swin_transformer_v2
         lipcert models --json
-    """,
-    "doctor": """
-        lipcert doctor
     """,
 }
 

@@ -11,7 +11,6 @@ import textwrap
 from fractions import Fraction
 from pathlib import Path
 
-import huggingface_hub.constants
 import numpy as np
 import pytest
 import timm
@@ -24,9 +23,8 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
-from lipcert.cli import _doctor, _inspect, _options, _parse, _print, app
+from lipcert.cli import _inspect, _options, _parse, _print, app
 from lipcert.errors import InputError
-from lipcert.inputs import timm_networks
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.loading import load
 from lipcert.settings import parse_eps
@@ -88,7 +86,7 @@ def timeless(rows: list[dict]) -> list[dict]:
 def test_help_and_version():
     text = run("--help").stdout
     assert "--install-completion" in text
-    for command in ("convert", "inspect", "constrain", "finetune", "certify", "report", "verify", "doctor"):
+    for command in ("convert", "inspect", "constrain", "finetune", "certify", "report", "verify"):
         assert command in text
         shown = run(command, "--help").stdout
         assert re.search(rf"\n  Examples:\n(    .*\n)*    lipcert {command}", shown), shown
@@ -634,23 +632,6 @@ def test_many_models_that_cannot_be_certified(artifact):
     assert "one by one" in refused(*command, "a", "b", "--checkpoint", "w.pth")
     assert "must be a folder" in refused(*command, "a", "b", "--out", "zoo.txt")
     assert "none of 2 models" in run(*command, "a.pth", "b.pth", code=2).stderr
-
-
-def test_doctor(folder, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    printed = facts(run("doctor").stdout)
-    assert torch.__version__.startswith(printed["torch"])
-    assert printed["bundled model"].endswith(".safetensors")
-    assert "threads" in printed["cpu"]
-    assert "HF_HUB_OFFLINE" in printed["hub"]
-    assert printed["extra attack"].startswith(("adversarial", "not installed; for AutoAttack: pip install"))
-
-
-def test_a_hub_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    for answers, said in ((False, "does not answer"), (True, "reached")):
-        monkeypatch.setattr(timm_networks, "hub_answers", lambda answers=answers: answers)
-        assert said in _doctor._hub("https://hub")
 
 
 def test_models_are_completed(artifact):

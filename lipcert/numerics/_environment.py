@@ -8,7 +8,7 @@ of the other. The exact results of such products are these entries, so reduced p
 becomes visible.
 
 The network may run in another process than the one that certifies it. :data:`ASSUMED` lists what must hold there. The
-summary of a run and ``lipcert doctor`` show this list. Call :func:`check_environment` in that process to check it.
+summary of a run shows this list. Call :func:`check_environment` in that process to check it.
 """
 
 from __future__ import annotations
