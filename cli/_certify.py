@@ -9,7 +9,7 @@ import typer
 
 from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import Preprocessing
-from lipcert.settings import CertifySettings, one_of, parse_memory
+from lipcert.settings import CertifySettings, parse_memory
 
 from ._commands import OUTPUT
 from ._errors import one_line_errors
@@ -23,14 +23,11 @@ from ._options import (
     Limit,
     ModelNames,
     Weights,
-    choice,
     options_of,
     out,
 )
 from ._parse import parse_shard, read_names
 from ._print import start
-
-FORMS = ("github",)
 
 
 @options_of(CertifySettings)
@@ -74,12 +71,6 @@ def certify(
         ),
     ] = None,
     as_json: AsJson = False,
-    annotations: Annotated[
-        str | None,
-        typer.Option(
-            help="Annotate the outcome for a CI service.", show_default=False, rich_help_panel=OUTPUT, **choice(FORMS)
-        ),
-    ] = None,
     denoiser: Denoiser = None,
 ) -> None:
     """Certify images: no l2 perturbation of pixels within [0, 1] below the certified radius changes the prediction."""
@@ -87,8 +78,6 @@ def certify(
     asked_pixels, asked_weights = pixels(), weights()
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
-    if annotations is not None:
-        one_of("annotations", annotations, FORMS)
     part = None if shard is None else parse_shard(shard)
     size = None if memory is None else parse_memory(memory)
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
@@ -112,7 +101,6 @@ def certify(
         device=device,
         fail_under=fail_under,
         as_json=as_json,
-        annotations=annotations,
         loading={"weights": asked_weights, "denoiser": denoiser, "device": device},
     )
 

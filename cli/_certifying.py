@@ -32,7 +32,6 @@ from ._advice import Advice, Status, advise
 from ._loading import load_model, model_options, show_preprocessing
 from ._output import default_name
 from ._print import (
-    annotate,
     busy,
     command,
     complain,
@@ -74,7 +73,6 @@ def run(
     device: str,
     fail_under: float | None,
     as_json: bool,
-    annotations: str | None,
     loading: Mapping[str, Any],
 ) -> None:
     """Certifies the images for every model and every σ, prints the results, and sets the exit code."""
@@ -111,7 +109,7 @@ def run(
             _print_comparison(outcomes, plan, out)
         else:
             _print_outcome(outcomes[0], plan, out)
-        below = _judge(outcomes, plan, annotations) if processes.first else False
+        below = _judge(outcomes, plan) if processes.first else False
     if failed:
         raise typer.Exit(2)
     if below:
@@ -443,7 +441,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | Non
         say(f"{what}: {text}")
 
 
-def _judge(outcomes: Sequence[_Outcome], plan: _Plan, annotations: str | None) -> bool:
+def _judge(outcomes: Sequence[_Outcome], plan: _Plan) -> bool:
     """Says which models are below what was asked for; whether there are any."""
     below = False
     for outcome in outcomes:
@@ -453,10 +451,5 @@ def _judge(outcomes: Sequence[_Outcome], plan: _Plan, annotations: str | None) -
             continue
         if plan.fail_under is not None and reached < plan.fail_under:
             below = True
-            line = f"{what} at {outcome.run.eps_typed} is {reached:.4g}, below {plan.fail_under:g}"
-            complain(f"lipcert: {line}")
-            if annotations is not None:
-                annotate("error", line)
-        elif annotations is not None:
-            annotate("notice", f"{what} at {outcome.run.eps_typed} is {reached:.4g}")
+            complain(f"lipcert: {what} at {outcome.run.eps_typed} is {reached:.4g}, below {plan.fail_under:g}")
     return below

@@ -39,13 +39,6 @@ def complain(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def annotate(level: str, line: str) -> None:
-    """Prints a workflow command of GitHub on standard error: ``error``, ``warning`` or ``notice``, and a line."""
-    for sign, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
-        line = line.replace(sign, code)
-    complain(f"::{level} title=lipcert::{line}")
-
-
 def print_json(record: Any) -> None:
     """Prints a value as JSON."""
     print(json.dumps(record, indent=2, allow_nan=False))

@@ -566,19 +566,6 @@ def test_json_is_all_that_is_printed(folder):
     assert json.loads(run(*command, "--json", "--fail-under", "0.5", code=1).stdout)["counts"]["images"] == 5
 
 
-def test_annotations_for_github(folder):
-    command = ["certify", "--eps", "36/255", "--limit", "5", "--method", "gloro", "--annotations", "github"]
-    assert "\n::notice title=lipcert::the certified accuracy at 36/255 is 0\n" in run(*command).stderr
-    lines = run(*command, "--fail-under", "0.5", code=1).stderr.splitlines()
-    assert "::error title=lipcert::the certified accuracy at 36/255 is 0, below 0.5" in lines
-    assert "github" in refused(*command[:-1], "banana")
-
-
-def test_annotations_are_one_line(capsys):
-    _print.annotate("error", "50 % of\r\nall")
-    assert capsys.readouterr() == ("", "::error title=lipcert::50 %25 of%0D%0Aall\n")
-
-
 def test_certify_with_an_attack(folder, short_attack):
     result = run("certify", "--eps", "0.8", "--limit", "6", "--method", "gloro", "--attack", "--out", "r.jsonl")
     found = read_rows("r.jsonl")
