@@ -33,7 +33,6 @@ from lipcert.cli._commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 RESULT = Path(__file__).parent / "results" / "first_minutes.json"
-_COMPLETE = {"_LIPCERT_COMPLETE": "complete_bash", "COMP_WORDS": "lipcert certify vit_tiny_patch16", "COMP_CWORD": "2"}
 Seconds = dict[str, list[float]]
 
 
@@ -58,7 +57,6 @@ def waits(folder: str, args: argparse.Namespace) -> Seconds:
     for name in COMMANDS:
         found[f"lipcert {name} --help"] = seconds([*lipcert, name, "--help"], folder, args.runs)
     found["lipcert certify, without --eps"] = seconds([*lipcert, "certify"], folder, args.runs)
-    found["TAB after a model's first letters"] = seconds(lipcert, folder, args.runs, _COMPLETE)
     return found
 
 

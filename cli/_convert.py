@@ -16,7 +16,7 @@ from lipcert.settings import LOOSE, one_of
 
 from ._advice import Status, advise
 from ._errors import one_line_errors
-from ._options import AsJson, Device, Force, Weights, choice, complete_data, complete_model, options_of, out
+from ._options import AsJson, Device, Force, Weights, choice, options_of, out
 from ._output import check_out, default_name
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
@@ -41,9 +41,7 @@ def convert(
     weights: Callable[..., Weights],
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled.", autocompletion=complete_model
-        ),
+        typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled."),
     ],
     attention: Annotated[
         str,
@@ -62,7 +60,6 @@ def convert(
         typer.Option(
             help=f"Fit the new attention on the first {IMAGES} of these images; kinds as for certify --data.",
             show_default=False,
-            autocompletion=complete_data,
         ),
     ] = None,
     device: Device = "auto",

@@ -12,7 +12,7 @@ from lipcert.inputs.checkpoints import Checkpoint, checkpoints
 from lipcert.inputs.zoo import Architecture, architectures, matches
 
 from ._errors import one_line_errors
-from ._options import AsJson, complete_family
+from ._options import AsJson
 from ._print import busy, command, percent, print_json, print_table, say
 
 _CERTIFIED = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method", "s/image")
@@ -26,9 +26,7 @@ def models(
     ] = None,
     family: Annotated[
         str | None,
-        typer.Option(
-            help="A file of timm, such as vision_transformer.", show_default=False, autocompletion=complete_family
-        ),
+        typer.Option(help="A file of timm, such as vision_transformer.", show_default=False),
     ] = None,
     certified: Annotated[
         bool, typer.Option("--certified", help="Show the certified checkpoints that come with lipcert.")

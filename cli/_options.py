@@ -17,66 +17,11 @@ MODEL_HELP = (
     "A timm name, an hf-hub: id, a path, or a name from lipcert models --certified; by default the newest "
     "lipcert artifact in this folder, or the bundled checkpoint."
 )
-_KINDS = (
-    *("torch/cifar10", "torch/cifar100", "torch/mnist", "torch/svhn"),
-    *("hfds/", "hfids/", "tfds/", "wds/"),
-)
-
-
-def complete_model(incomplete: str) -> list[str]:
-    """Completions of MODEL: names of architectures and checkpoints, weight files, and folders."""
-    from lipcert.inputs.checkpoints import checkpoints
-    from lipcert.inputs.zoo import names
-
-    shipped = (one.name for one in checkpoints())
-    return [*_starting(incomplete, ("bundled", *shipped, *names())), *_files(incomplete, "*.safetensors")]
-
-
-def complete_family(incomplete: str) -> list[str]:
-    """Completions of a family, which is a file of timm."""
-    from lipcert.inputs.zoo import families
-
-    return _starting(incomplete, families())
-
-
-def complete_device(incomplete: str) -> list[str]:
-    """Completions of a device; importing torch would take seconds, so GPUs are those that Linux lists."""
-    count = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
-    return _starting(incomplete, ("auto", "cpu", "cuda", "mps", *(f"cuda:{i}" for i in range(count))))
-
-
-def complete_data(incomplete: str) -> list[str]:
-    """Completions of images: kinds of data sets, folders and archives."""
-    return [*_starting(incomplete, _KINDS), *_files(incomplete, "*.tar")]
-
-
-def complete_results(incomplete: str) -> list[str]:
-    """Completions of result files: ``.jsonl`` files and folders."""
-    return _files(incomplete, "*.jsonl")
-
-
-def _starting(incomplete: str, choices: Sequence[str]) -> list[str]:
-    return [one for one in choices if one.startswith(incomplete)]
-
-
-def _files(incomplete: str, pattern: str) -> list[str]:
-    """Folders, and files that match the pattern, whose paths start with the arguments text.
-
-    A single folder comes with what it contains, so that shells do not write a space after it.
-    """
-    place, _, start = incomplete.rpartition("/")
-    if incomplete.startswith("/"):
-        place = place or "/"
-    paths = sorted(path for path in Path(place or ".").glob(f"{start}*") if start or not path.name.startswith("."))
-    names = [f"{path}/" if path.is_dir() else str(path) for path in paths if path.is_dir() or path.match(pattern)]
-    return names + _files(names[0], pattern) if len(names) == 1 and names[0].endswith("/") else names
 
 
 def choice(choices: Sequence[str]) -> dict[str, Any]:
-    """The help and completion of an option with choices; the settings check the value."""
-    if not choices:
-        return {}
-    return {"metavar": f"[{'|'.join(choices)}]", "autocompletion": lambda incomplete: _starting(incomplete, choices)}
+    """The help of an option with choices; the settings check the value."""
+    return {"metavar": f"[{'|'.join(choices)}]"} if choices else {}
 
 
 def out(help: str) -> Any:
@@ -86,11 +31,11 @@ def out(help: str) -> Any:
 
 ModelName = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model),
+    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False),
 ]
 ModelNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_model),
+    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False),
 ]
 Denoiser = Annotated[
     str | None,
@@ -108,7 +53,6 @@ Device = Annotated[
     str,
     typer.Option(
         help="Device; auto: a GPU if there is one.",
-        autocompletion=complete_device,
         metavar="[auto|cpu|cuda|cuda:N]",
     ),
 ]
@@ -126,7 +70,6 @@ Data = Annotated[
         "--data-dir",
         help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size.",
         show_default=False,
-        autocompletion=complete_data,
     ),
 ]
 Classes = Annotated[
@@ -146,7 +89,6 @@ LabelledData = Annotated[
         "--data",
         "--data-dir",
         help="A folder or .tar with class folders, or torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
-        autocompletion=complete_data,
     ),
 ]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ._errors import one_line_errors
-from ._options import AsJson, complete_results
+from ._options import AsJson
 from ._print import busy, command, print_facts, print_json, print_table, say, start
 
 
@@ -17,7 +17,6 @@ def report(
         typer.Argument(
             metavar="RESULTS",
             help="Files that certify --out wrote, or folders of them.",
-            autocompletion=complete_results,
         ),
     ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.", show_default=False)] = None,

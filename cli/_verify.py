@@ -17,9 +17,6 @@ from ._options import (
     Device,
     Labels,
     Weights,
-    complete_data,
-    complete_model,
-    complete_results,
     options_of,
 )
 from ._print import command, complain, print_facts, print_json, progress, say, start
@@ -36,12 +33,11 @@ def verify(
         typer.Argument(
             metavar="MODEL",
             help="The model that was certified: a name, an id, a path, or bundled.",
-            autocompletion=complete_model,
         ),
     ],
     results: Annotated[
         Path,
-        typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.", autocompletion=complete_results),
+        typer.Argument(metavar="RESULTS", help="The file that certify --out wrote."),
     ],
     sample: Annotated[int, typer.Option(help="Number of rows to recompute, drawn at random.")] = SAMPLE,
     everything: Annotated[bool, typer.Option("--all", help="Recompute all rows.")] = False,
@@ -50,7 +46,6 @@ def verify(
         typer.Option(
             help="The images, if they have moved.",
             show_default=False,
-            autocompletion=complete_data,
         ),
     ] = None,
     classes: Classes = None,

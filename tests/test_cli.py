@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
-from lipcert.cli import _inspect, _options, _parse, _print, app
+from lipcert.cli import _inspect, _parse, _print, app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.loading import load
@@ -619,11 +619,6 @@ def test_many_models_that_cannot_be_certified(artifact):
     assert "one by one" in refused(*command, "a", "b", "--checkpoint", "w.pth")
     assert "must be a folder" in refused(*command, "a", "b", "--out", "zoo.txt")
     assert "none of 2 models" in run(*command, "a.pth", "b.pth", code=2).stderr
-
-
-def test_models_are_completed(artifact):
-    assert "vit_tiny_patch16_224" in _options.complete_model("vit_tiny_patch16_2")
-    assert _options.complete_model("mod") == ["model.safetensors"]
 
 
 def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):

@@ -1,7 +1,6 @@
 """The first day with lipcert: from the installed package to a published card, from the first key to the last figure."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -58,44 +57,6 @@ def test_from_install_to_a_published_card_in_four_commands(folder) -> None:
     assert json.loads((folder / "hub" / "model_info.json").read_text())
     (weights,) = (folder / "hub").glob("*.safetensors")
     assert read_metadata(weights)["weights_hash"] == read_run(Path("digits.jsonl")).weights_hash
-
-
-def completions(words: str) -> list[str]:
-    known = {"_LIPCERT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    script = """
-        import sys
-        from lipcert.cli import main
-        try:
-            main()
-        finally:
-            assert not {"torch", "timm"} & {*sys.modules}
-    """
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env={**os.environ, **known}, capture_output=True, text=True
-    )
-    assert "Error" not in found.stderr, found.stderr
-    return found.stdout.split()
-
-
-def test_a_shell_completes_without_torch(folder) -> None:
-    (folder / "mine.safetensors").touch()
-    (folder / "images").mkdir()
-    assert completions("lipcert cert") == ["certify"]
-    assert completions("lipcert certify --eps 1 --method an") == ["anchored"]
-    assert "vit_tiny_patch16_224" in completions("lipcert certify vit_tiny_patch16_2")
-    assert completions("lipcert inspect min") == ["mine.safetensors"]
-    assert completions("lipcert inspect bun") == ["bundled"]
-    assert completions("lipcert convert x --norm ") == ["keep", "project", "smooth", "lofast"]
-    assert "swin_transformer" in completions("lipcert models --family swin")
-    assert "cuda" in completions("lipcert certify --device c")
-    assert completions("lipcert certify --data im") == ["images/"]
-    (folder / "images" / "0").mkdir()
-    (folder / "images" / "1").mkdir()
-    assert completions("lipcert certify --data im") == ["images/", "images/0/", "images/1/"]  # hence no space
-    assert "torch/cifar10" in completions("lipcert certify --data tor")
-    (folder / "r.jsonl").touch()
-    assert "r.jsonl" in completions("lipcert report ")
-    assert completions("lipcert finetune --loss loc") == ["local-b", "local-g"]
 
 
 def test_help_has_headings_choices_and_short_names() -> None:
