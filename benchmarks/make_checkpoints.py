@@ -1,4 +1,4 @@
-"""Puts certified checkpoints into the package: weights, rows of ``lipcert models --certified``, and model cards.
+"""Puts certified checkpoints into the package: weights, rows of ``lipcert models``, and model cards.
 
     python -m benchmarks.make_checkpoints digits-vit --work digits
     python -m benchmarks.make_checkpoints cifar10-liresnet --data ../shared/data/cifar10 --work liresnet \

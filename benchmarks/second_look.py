@@ -114,7 +114,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
     done = {row["name"] for row in rows}
-    sizes = {each.name: each.parameters or math.inf for each in zoo.architectures()}
+    sizes = {name: each.parameters for name, each in zoo.architectures().items()}
     left = sorted((n for n in timm.list_models() if n not in done), key=lambda n: sizes.get(n, math.inf))
     large = {name: size for name in left if (size := sizes.get(name, math.inf)) > args.shorten * 1e6}
     fewer = {name: fewer_blocks(name, size) for name, size in large.items()}

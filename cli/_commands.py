@@ -35,7 +35,7 @@ COMMANDS = {
     "certify": "Certify images against l2 perturbations.",
     "report": "Show results as tables, an HTML page or a model card.",
     "verify": "Recompute rows of a result file and compare.",
-    "models": "List supported timm architectures and certified checkpoints.",
+    "models": "List certified checkpoints, or show what works on an architecture.",
 }
 
 _EXAMPLES = {
@@ -77,9 +77,9 @@ _EXAMPLES = {
         lipcert verify bundled r.jsonl --all
     """,
     "models": """
-        lipcert models 'vit_tiny*'
-        lipcert models --family swin_transformer_v2
-        lipcert models --json
+        lipcert models
+        lipcert models vit_tiny_patch16_224
+        lipcert models cifar10-vit --json
     """,
 }
 

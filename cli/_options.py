@@ -14,7 +14,7 @@ from lipcert.settings import option, settings_of
 from ._commands import MODEL, OUTPUT
 
 MODEL_HELP = (
-    "A timm name, an hf-hub: id, a path, or a name from lipcert models --certified; by default the newest "
+    "A timm name, an hf-hub: id, a path, or a name from lipcert models; by default the newest "
     "lipcert artifact in this folder, or the bundled checkpoint."
 )
 
