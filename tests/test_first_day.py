@@ -54,7 +54,6 @@ def test_from_install_to_a_published_card_in_four_commands(folder) -> None:
         subprocess.run([sys.executable, "hf.py", *arguments], check=True, cwd=folder)
     card = huggingface_hub.ModelCard.load(folder / "hub" / "README.md")
     assert card.data.library_name
-    assert json.loads((folder / "hub" / "model_info.json").read_text())
     (weights,) = (folder / "hub").glob("*.safetensors")
     assert read_metadata(weights)["weights_hash"] == read_run(Path("digits.jsonl")).weights_hash
 

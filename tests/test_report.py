@@ -1,9 +1,7 @@
 """Reports: what they say is what the rows hold, nothing uncertified is called certified, and files stand alone."""
 
-import base64
 import html
 import importlib.util
-import io
 import json
 import math
 import re
@@ -19,7 +17,6 @@ import typer
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from typer.testing import CliRunner
 
 import lipcert
@@ -405,54 +402,6 @@ def test_the_axis_ends_at_100_and_no_symbol_stands_on_zero(results):
     assert all(top - 1 <= y < bottom - 5 for y in heights)
 
 
-def test_images_stand_beside_their_radii(tmp_path, monkeypatch, short_attack):
-    """Those of the bundled model, the attacked ones beside them; other images than the rows' are not shown."""
-    monkeypatch.chdir(tmp_path)
-    from lipcert.cli import app
-
-    arguments = ["certify", "--eps", "3", "--method", "gloro", "--attack", "--limit", "3", "--out", "r.jsonl"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    (r,) = read_runs(["r.jsonl"])
-    write([r], html="r.html", markdown="r.md")
-    page = Path("r.html").read_text()
-    broken = [one for one in r.rows if one["attacked"] and one["correct"]]
-    assert broken
-    shown = re.findall(r'alt="attacked: (\d+) at ([\d.]+)"', page)
-    stated = sorted(one["attack_distance"] for one in broken)
-    assert sorted(float(at) for _, at in shown) == pytest.approx(stated, rel=0.01)
-    assert page.count('alt="image ') == sum(one["correct"] for one in r.rows)
-    for name in re.findall(r"<(r-\w+-\d+\.png)>", Path("r.md").read_text()):
-        assert Path(name).read_bytes().startswith(b"\x89PNG")
-    write([r], html="r.html", markdown="r.md")  # its own pictures may be replaced
-    other = [{**one, "image": "0" * 32} for one in r.rows]
-    Path("r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in other))
-    write(read_runs(["r.jsonl"]), html="r.html")
-    assert "<img" not in Path("r.html").read_text()
-
-
-def test_images_of_a_folder_are_shown_while_it_is_there(tmp_path, monkeypatch):
-    """Resized as they were for the model, with the names of their files; nothing is said of a folder that is gone."""
-    monkeypatch.chdir(tmp_path)
-    from lipcert.cli import app
-
-    random = np.random.default_rng(0)
-    for i in range(3):
-        Path("val").mkdir(exist_ok=True)
-        Image.fromarray(random.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(f"val/{i}.png")
-    arguments = ["certify", "bundled", "--data", "val", "--eps", "0.1", "--method", "gloro", "--out", "r.jsonl"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    runs = read_runs(["r.jsonl"])
-    write(runs, html="r.html")
-    page = Path("r.html").read_text()
-    assert page.count('<img alt="image ') == 3
-    assert ">1, 1.png<" in page
-    shown = base64.b64decode(re.search(r'alt="image 0" src="data:image/png;base64,([^"]+)"', page)[1])
-    assert Image.open(io.BytesIO(shown)).size == (96, 96)
-    Path("val").rename("moved")
-    write(runs, html="r.html")
-    assert "<img" not in Path("r.html").read_text()
-
-
 def test_figures_are_the_same_every_time(results):
     pytest.importorskip("matplotlib")
     runs = read_runs([results()])
@@ -554,11 +503,6 @@ def test_the_card_names_licence_base_and_file(results, tmp_path):
     assert card.data.model_name == "mine"
     assert "hf upload YOU/mine mine.safetensors mine.safetensors\n" in out
     assert "hf upload YOU/mine README.md README.md\n" in out
-    info = json.loads(Path("model_info.json").read_text())
-    assert (info["clean_acc"], info["certified_acc"], info["eps"]) == ("83.33", "33.33", "0.1")
-    assert "autoattack_acc" not in info
-    Path("model_info.json").write_text("{}")
-    assert "model_info.json exists" in refused(path, "--card", "README.md")
     (unknown,) = read_runs([results(name="unknown", weights="1")])
     assert model_card([unknown]).data.license is None
     assert "not stated" in str(model_card([unknown]))
@@ -566,7 +510,7 @@ def test_the_card_names_licence_base_and_file(results, tmp_path):
 
 def test_write_returns_what_it_wrote(results, tmp_path):
     runs = read_runs([results()])
-    assert write(runs, card=tmp_path / "c.md") == [tmp_path / "c.md", tmp_path / "c.model_info.json"]
+    assert write(runs, card=tmp_path / "c.md") == [tmp_path / "c.md"]
     assert not list(tmp_path.glob(".*partial"))
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from lipcert.report._build import OVERVIEW, facts, overview, radii_of_interest, record, remarks, report
-from lipcert.report._card import model_card, model_info
+from lipcert.report._card import model_card
 from lipcert.report._figures import available
 from lipcert.report._markdown import Document
 from lipcert.report._page import to_html

@@ -11,8 +11,7 @@ import numpy as np
 from lipcert.report import _figures
 from lipcert.report._artifact import by_model, title
 from lipcert.report._curves import families, span
-from lipcert.report._images import Example, examples
-from lipcert.report._markdown import MARK, Document, Markdown, bold, code, escaped, heading, items, link, picture, table
+from lipcert.report._markdown import MARK, Document, bold, code, escaped, heading, items, link, picture, table
 from lipcert.report._words import about, class_name, listed, lower_bound, promises, radius, right, upper_bound
 from lipcert.results import Run, Tally, interval, share, wilson
 from lipcert.settings import version
@@ -171,14 +170,13 @@ def _others(run: Run) -> list[tuple[str, str]]:
     return [*entries, ("method", methods)]
 
 
-def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images: bool = False) -> Document:
+def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> Document:
     """The whole report, most important parts first.
 
     Args:
         runs: at least one; several are compared.
         named: ε at which tables show results; by default those of the runs.
         figures: whether to draw with matplotlib; otherwise the curve is a table.
-        images: whether to show available images next to their radii.
     """
     eps = radii_of_interest(runs, named)
     several = len(runs) > 1
@@ -206,7 +204,7 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True, images
         parts.append(_curve_as_table(runs))
     for i, run in enumerate(runs, start=1):
         parts += [heading(2, run.name), escaped(sentence(run, eps))] if several else []
-        parts += _details(run, eps, 3 if several else 2, str(i if several else ""), document.pictures, figures, images)
+        parts += _details(run, eps, 3 if several else 2, str(i if several else ""), document.pictures, figures)
     parts += [heading(2, "What these figures mean"), items(promises(runs)), MARK]
     document.text = "\n\n".join(parts) + "\n"
     return document
@@ -262,11 +260,9 @@ def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     return sorted(sums.items(), key=lambda item: item[1], reverse=True)[:_MODULES]
 
 
-def _details(
-    run: Run, eps: Eps, level: int, number: str, pictures: dict[str, str | bytes], figures: bool, images: bool
-) -> list[str]:
+def _details(run: Run, eps: Eps, level: int, number: str, pictures: dict[str, str], figures: bool) -> list[str]:
     """The parts about one run; the names of its pictures end with ``number``."""
-    parts = _extremes(run, level, number, pictures, images)
+    parts = _extremes(run, level)
     parts += [heading(level, "Methods"), _methods(run, eps)]
     budget = modules(run.summary)
     if budget:
@@ -291,47 +287,28 @@ def _methods(run: Run, eps: Eps) -> str:
     return table(["method", "images", *(f"certified at {typed}" for _, typed in eps), "rigor"], rows)
 
 
-def _extremes(run: Run, level: int, number: str, pictures: dict[str, str | bytes], images: bool) -> list[str]:
+def _extremes(run: Run, level: int) -> list[str]:
     """The correctly classified images with the largest radii, and those with the smallest."""
     rows = sorted((row for row in run.rows if row.get("correct", True)), key=lambda row: -row["radius"])
     if len(rows) <= 2 * _EXTREMES:
         groups = {"Images": rows}
     else:
         groups = {"Largest radii": rows[:_EXTREMES], "Smallest radii": rows[: -_EXTREMES - 1 : -1]}
-    available = examples(run, {row["index"] for some in groups.values() for row in some}) if images else {}
-    return [
-        part
-        for name, some in groups.items()
-        for part in (heading(level, name), _images_table(run, some, available, number, pictures))
-    ]
+    return [part for name, some in groups.items() for part in (heading(level, name), _images_table(run, some))]
 
 
-def _images_table(
-    run: Run,
-    rows: Sequence[Mapping[str, Any]],
-    available: Mapping[int, Example],
-    number: str,
-    pictures: dict[str, str | bytes],
-) -> str:
+def _images_table(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
     """The images of some rows with prediction, margin and radius; only columns with content."""
-    attacked = any(available[row["index"]].attacked for row in rows if row["index"] in available)
-    lines = []
-    for row in rows:
-        name, example = str(row["index"]), available.get(row["index"])
-        line = {"image": f"{name}, {row['file']}" if row.get("file") else name}
-        for kind, content in (("image", example and example.image), ("attacked", example and example.attacked)):
-            column = "as certified" if kind == "image" else "attacked"
-            line[column] = ""
-            if content and example:
-                file = f"{kind}{number}-{name}.png"
-                pictures[file] = content
-                words = f"attacked: {class_name(run, example.predicted)} at {example.distance:.3g}"
-                words = f"image {name}" if kind == "image" else words
-                line[column] = Markdown(picture(file, words) + (f" {words}" if attacked and kind != "image" else ""))
-        line["predicted"] = class_name(run, row["predicted"])
-        line["margin"] = "" if row.get("margin") is None else f"{row['margin']:.3g}"
-        line |= {"radius": radius(row["radius"]), "method": str(row["method"])}
-        lines.append(line)
+    lines = [
+        {
+            "image": f"{row['index']}, {row['file']}" if row.get("file") else str(row["index"]),
+            "predicted": class_name(run, row["predicted"]),
+            "margin": "" if row.get("margin") is None else f"{row['margin']:.3g}",
+            "radius": radius(row["radius"]),
+            "method": str(row["method"]),
+        }
+        for row in rows
+    ]
     columns = [name for name in (lines[0] if lines else ()) if any(line[name] for line in lines)]
     return table(columns, [[line[name] for name in columns] for line in lines])
 

@@ -15,9 +15,9 @@ from lipcert.errors import InputError
 from lipcert.report._artifact import artifact_of, by_model, command_of, shipped, title
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
-from lipcert.report._words import about, promises
+from lipcert.report._words import promises
 from lipcert.results import Run
-from lipcert.settings import CertifySettings, version
+from lipcert.settings import CertifySettings
 
 _TASK = {"task_type": "image-classification", "task_name": "Image classification"}
 
@@ -62,34 +62,6 @@ def model_card(
         eval_results=[result for run in runs for result in _results(run, eps)],
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_body(runs, eps, data, artifact)}\n")
-
-
-def model_info(run: Run) -> dict[str, Any]:
-    """The results of a run in RobustBench's model format, in percent; entries for the authors are left empty.
-
-    ``certified_acc`` is an additional entry of lipcert. It is a lower bound on robust accuracy, ``autoattack_acc`` an
-    upper bound.
-    """
-
-    def percent(part: int) -> str:
-        return f"{100 * part / len(run):.2f}"
-
-    attacked = {"autoattack_acc": percent(run.surviving_at(run.eps))} if "autoattack" in run.attack_name else {}
-    return {
-        "link": "",
-        "name": title(run),
-        "authors": "",
-        "additional_data": None,
-        "number_forward_passes": run.noise.get("samples") or 1,
-        "dataset": _dataset(run)["dataset_type"],
-        "venue": "",
-        "architecture": run.network,
-        "eps": run.eps_typed,
-        **({"clean_acc": percent(run.correct)} if run.labelled else {}),
-        **({f"certified_{'acc' if run.labelled else 'share'}": percent(run.certified_at(run.eps))}),
-        **attacked,
-        "footnote": f"ℓ2, {len(run)} images; {run.rigor}, {about(run)}; written by lipcert report {version()}",
-    }
 
 
 def _hub_data(run: Run) -> list[str]:

@@ -18,13 +18,13 @@ class Document:
     Attributes:
         title: window title.
         text: Markdown, in which a picture is a link to ``<name>``.
-        pictures: content by name: text of an SVG file, or bytes of a PNG file.
+        pictures: texts of SVG files by name.
         curves: the numbers of the picture ``curve.svg``, for JSON; None without that picture.
     """
 
     title: str
     text: str
-    pictures: dict[str, str | bytes] = field(default_factory=dict)
+    pictures: dict[str, str] = field(default_factory=dict)
     curves: dict[str, Any] | None = None
 
 

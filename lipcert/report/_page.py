@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import re
 from collections import Counter
@@ -60,12 +59,9 @@ def _picture(
 ) -> str:
     name = str(tokens[i].attrs["src"])
     description = html.escape(renderer.renderInlineAsText(tokens[i].children, options, env))
-    content = document.pictures[name]
-    if isinstance(content, bytes):
-        return f'<img alt="{description}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
     label = f'<svg role="img" aria-label="{description}"'
     stem = name.removesuffix(".svg")
     # Ids of different pictures on one page must not collide. Black and white become the page's colours.
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{stem}-", content.replace("<svg", label, 1))
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{stem}-", document.pictures[name].replace("<svg", label, 1))
     svg = svg.replace("#000000", "currentColor").replace("#ffffff", "var(--page)")
     return f'<figure id="{stem}">\n{svg}\n</figure>'

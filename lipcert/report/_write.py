@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -14,7 +13,7 @@ from lipcert.inputs.files import replacing
 from lipcert.report import _figures
 from lipcert.report._artifact import artifact_of, by_model, title
 from lipcert.report._build import Eps, report
-from lipcert.report._card import model_card, model_info
+from lipcert.report._card import model_card
 from lipcert.report._markdown import MARK
 from lipcert.report._page import to_html
 from lipcert.results import Run
@@ -31,7 +30,6 @@ def write(
     markdown: str | os.PathLike[str] | None = None,
     card: str | os.PathLike[str] | None = None,
     eps: Eps = (),
-    images: bool = True,
     license: str | None = None,
     base_model: str | None = None,
 ) -> list[Path]:
@@ -41,11 +39,8 @@ def write(
         runs: from :func:`lipcert.report.read_runs`.
         html: path of a self-contained page.
         markdown: path of the same report as Markdown; its figures are written to the same folder, as SVG.
-        card: path of the model card. Several models get separate files, ``<card>-<name>.md``. The same folder gets
-            ``<card>.model_info.json``, or ``model_info.json`` if the card is a README: the results in RobustBench's
-            format.
+        card: path of the model card. Several models get separate files, ``<card>-<name>.md``.
         eps: values, with the text that the user wrote, at which tables show results; by default those of the runs.
-        images: whether to show available images next to their radii.
         license: the model's licence for its card: an identifier that hubs know, such as ``apache-2.0``.
         base_model: hub id of the original model, for the card.
 
@@ -61,9 +56,9 @@ def write(
         _check(path, kind)
     if len(set(paths.values())) < len(paths):
         raise InputError("two of the reports would go to one file; give each its own name")
-    content: dict[Path, str | bytes] = {}
+    content: dict[Path, str] = {}
     if "html" in paths or "markdown" in paths:
-        document = report(runs, eps, figures=_figures.available(), images=images)
+        document = report(runs, eps, figures=_figures.available())
         if "html" in paths:
             content[paths["html"]] = to_html(document)
         if "markdown" in paths:
@@ -71,19 +66,16 @@ def write(
             prefix = f"{path.stem}-"
             content[path] = document.text.replace("](<", f"](<{prefix}")
             for name, picture in document.pictures.items():
-                content[path.with_name(prefix + name)] = (
-                    picture if isinstance(picture, bytes) else f"{picture}\n{MARK}\n"
-                )
+                content[path.with_name(prefix + name)] = f"{picture}\n{MARK}\n"
     if "card" in paths:
         for path, of_one in cards(paths["card"], runs).items():
             content[path] = f"{model_card(of_one, eps, license=license, base_model=base_model)}\n"
-            content[info_path(path)] = f"{json.dumps(model_info(of_one[0]), indent=2, ensure_ascii=False)}\n"
     for path in content:
         _check_free(path)
     for path, text in content.items():
         try:
             with replacing(path) as partial:
-                partial.write_bytes(text if isinstance(text, bytes) else text.encode())
+                partial.write_text(text, encoding="utf-8", newline="\n")
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     return list(content)
@@ -101,11 +93,6 @@ def cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
     }
 
 
-def info_path(card: Path) -> Path:
-    """The path of the ``model_info.json`` file of a card."""
-    return card.with_name("model_info.json" if card.stem == "README" else f"{card.stem}.model_info.json")
-
-
 def publishing(card: Path, runs: Sequence[Run]) -> list[str]:
     """The commands that publish each model with its card.
 
@@ -115,7 +102,7 @@ def publishing(card: Path, runs: Sequence[Run]) -> list[str]:
     for path, runs_of_one in cards(card, runs).items():
         model = artifact_of(runs_of_one[0])
         repository = f"YOU/{re.sub(r'[^A-Za-z0-9._-]+', '-', title(runs_of_one[0]))}"
-        for file, name in ((model, None), (path, "README.md"), (info_path(path), "model_info.json")):
+        for file, name in ((model, None), (path, "README.md")):
             if file is not None:
                 lines.append(shlex.join(["hf", "upload", repository, str(file), name or file.name]))
     return lines
