@@ -26,3 +26,4 @@ from lipcert.numerics._random_states import random_states
 from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.numerics._slack import INFLATE, SAFETY, SMALLEST_NORMAL, UNIT, at_most
 from lipcert.numerics._upper import INFINITE, Number, Upper, root_sum_squares
+from lipcert.numerics._workers import worker_pool

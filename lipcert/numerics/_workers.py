@@ -1,0 +1,55 @@
+"""A pool of processes that never runs the user's script again."""
+
+import contextlib
+import multiprocessing.context
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+
+_STARTING = threading.Lock()
+
+
+@contextlib.contextmanager
+def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that share the cores; at the end, or after an error, tasks that have not begun are dropped.
+
+    Workers do not import the main module, so a script needs no ``if __name__ == "__main__"``, and what they are given
+    must not be defined in it. If one dies, its future and those after it raise ``BrokenProcessPool``.
+
+    Args:
+        count: number of processes, at least 1.
+    """
+    threads = max(1, (os.cpu_count() or 1) // count)
+    pool = ProcessPoolExecutor(count, mp_context=_Context(), initializer=_prepare, initargs=(threads,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Process(multiprocessing.context.SpawnProcess):
+    """A process that is told of an empty main module: ``spawn`` makes a child import the one that it is told of."""
+
+    def start(self) -> None:
+        with _STARTING:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            try:
+                super().start()
+            finally:
+                sys.modules["__main__"] = main
+
+
+class _Context(multiprocessing.context.SpawnContext):
+    Process = _Process
+
+
+def _prepare(threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
+    torch.set_num_threads(threads)
