@@ -59,11 +59,7 @@ def main() -> None:
             logits = at.logits
             own = logits.gather(1, found.predicted[:, None]) - logits
             gaps = own.scatter(1, found.predicted[:, None], torch.inf)
-            limits = [limit(at, found.predicted, gaps) / method.constant]
-            if method.tubes is not None:
-                tubes, constant, _ = method.tubes
-                limits.append(tubes.limit(image, found.predicted, gaps) / constant)
-            count["limit behind the cut"] += max(limits) > EPS
+            count["limit behind the cut"] += limit(at, found.predicted, gaps) / method.constant > EPS
         count["staged"] += int((right & sure).sum())
         count["limit behind the cut"] += int((right & sure).sum())
         print(json.dumps(count), flush=True)

@@ -78,8 +78,6 @@ class AnchoredMethod(LinearisedMethod):
         self.deployed = isinstance(self.engine, DeployedAnchored)
         if isinstance(self.engine, Behind):
             self.note = self.note or self.engine.described
-            if self.engine.tubes is not None:
-                self.work += self.engine.tubes[0].work
             whole = self.engine.whole
             alone = whole is None or (not whole.plan.chained and self.proves)
             self.proves = subject.roundoff is None and self.engine.proves and alone

@@ -13,7 +13,6 @@ Read the modules in this order:
 - :mod:`.method`: the certificate with its proof, and the order in which rival classes are examined;
 - :mod:`.behind`: the certificate behind a cut, with the Lipschitz constant of the layers before it;
 - :mod:`.layer`: how far the last layer before the cut lets the first-order part of a margin fall;
-- :mod:`.tube`: two layers of ReLUs behind a cut, exactly along the gradient and with Lipschitz constants off it;
 - :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
 
 They use :mod:`.gradients` (autograd through a part of the network), :mod:`.chains` (products of norms as bounds),

@@ -23,8 +23,7 @@ the operations behind c is part of r (:mod:`.rounding`).
 
 The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin from
 what that layer does to the value before it. Then r is not a radius for all values around ĉ(x), but for those c(x′) with
-K ‖x′ − x‖ + e < r, which is what the proof above needs. Where two layers with kinks follow an earlier cut, :mod:`.tube`
-gives r there.
+K ‖x′ − x‖ + e < r, which is what the proof above needs.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.tube import Tubes
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
@@ -52,8 +50,6 @@ from lipcert.roundoff import REAL, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
 _LOOSE, _LOOKED_AT = 10.0, 4
-# Tubes examine all rival classes, of at most this many classes.
-_CLASSES = 100
 
 
 class Behind:
@@ -65,7 +61,6 @@ class Behind:
         rounding: bounds e.
         behind: the certificate behind c, with half of the failure probability.
         whole: that of the whole network, with the other half; None where it is not available, or too costly.
-        tubes: the layers behind an earlier cut, with K and e there; None where they do not suit.
 
     Args:
         model: the model, in float64.
@@ -99,12 +94,6 @@ class Behind:
         self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
         self.behind.layer = self._layer(model, graph, math.inf if eps_at_cut is None else eps_at_cut)
         self.whole: Anchored | None = None
-        self.tubes: tuple[Tubes, float, Roundoff] | None = None
-        earlier = cut_behind_kinks(graph, kinks=2)
-        if earlier is not None and earlier is not cut and graph.output.entries <= _CLASSES:
-            with suppress(UnsupportedOperation):
-                before = Roundoff(model, REAL, _up_to(graph, earlier))
-                self.tubes = Tubes(model, graph, earlier), constant_up_to(graph, earlier, model), before
 
     def _layer(self, model: Model, graph: Graph, radius: float) -> Layer | None:
         """The last layer with kinks before the cut; None if :mod:`.layer` has no bound for it."""
@@ -173,8 +162,6 @@ class BehindAnchor:
             predicted, torch.minimum(margins, replayed.scatter(1, predicted[:, None], torch.inf)), limit
         )
         best = _at_pixels(at_cut, method.rounding.values(self.images), method.constant)
-        if method.tubes is not None:
-            self._in_tubes(*method.tubes, best, predicted, margins)
         if method.whole is None:
             return best
         undecided = (best <= (torch.inf if method.eps is None else method.eps)).nonzero()[:, 0]
@@ -184,18 +171,6 @@ class BehindAnchor:
                 best[undecided], whole.radius(predicted[undecided], margins[undecided], limit)
             )
         return best
-
-    def _in_tubes(
-        self, tubes: Tubes, constant: float, rounding: Roundoff, best: Tensor, predicted: Tensor, margins: Tensor
-    ) -> None:
-        """Enlarges the radii ``best``, shape (N,), that are not sufficient."""
-        eps = self.method.eps
-        errors = rounding.values(self.images).to(best)
-        for place in (best <= (torch.inf if eps is None else eps)).nonzero()[:, 0].tolist():
-            some = slice(place, place + 1)
-            enough = None if eps is None else eps * constant * (1 + 1e-3) + errors[place].item()
-            radius = tubes.radius(self.images[some], predicted[some], margins[some], enough)
-            best[some] = torch.maximum(best[some], _at_pixels(best.new_tensor([radius]), errors[some], constant))
 
 
 def _at_pixels(at_cut: Tensor, error: Tensor, constant: float) -> Tensor:
@@ -340,28 +315,25 @@ def cut_of(model: Model) -> Node | None:
     return cut_behind_kinks(prepared(recorded(model), model, forms=False))
 
 
-def cut_behind_kinks(graph: Graph, kinks: int = 1) -> Node | None:
+def cut_behind_kinks(graph: Graph) -> Node | None:
     """The value behind which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
 
-    It is the first cut behind all operations with kinks or without a remainder rule. Some operations with kinks may
-    follow it: the last nonlinear ones, if their rules have contracted forms.
+    It is the first cut behind all operations with kinks or without a remainder rule. The last nonlinear operation may
+    have kinks, if its rule has contracted forms.
     """
     unfit: list[int] = []
-    last = -1
-    formed: list[int] = []  # the places of nonlinear operations with contracted forms, while no other follows
+    last, formed = -1, False
     for place, node in enumerate(graph.nodes):
         try:
             rule = None if node is graph.input else remainder_of(node)
         except NoAnswer:
             unfit.append(place)
-            formed = []
             continue
         if rule is not None:
-            last, formed = place, [*formed, place] if rule.contracts else []
+            last, formed = place, rule.contracts
             unfit += [place] * rule.has_kinks
-    for place in reversed(formed[-kinks:]):
-        if unfit and unfit[-1] == place:
-            unfit.pop()
+    if formed and unfit and unfit[-1] == last:
+        unfit.pop()
     if not unfit or last <= unfit[-1]:
         return None
     first_cut = next(node for node in cuts(graph) if graph.nodes.index(node) >= unfit[-1])
