@@ -1,5 +1,10 @@
 """Bounds on the rounding error of an operation of the deployed network, for the same operands as in real arithmetic.
 
+A rule holds for every way in which a kernel may compute the operation: sums in any order and in parts, a bias inside
+the sum or after it, terms multiplied out or not, with or without fused multiplication, intermediate results in the
+format or wider. So errors are relative to the sizes of the terms, which may cancel, and never to the result, unless the
+operation has one rounding. What a rule assumes beyond that is in its docstring.
+
 A rule gets the node, its operands as :class:`Operand` (bounds on the deployed values), and the format. It returns an
 upper bound on the entries of |f̂(â) − f(â)|, shape (N, *node.shape); ∞ where there is none. :mod:`lipcert.roundoff`
 lists the assumptions on the machine.
@@ -7,7 +12,7 @@ lists the assumptions on the machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +74,13 @@ def aligned(tensor: Tensor, node: Node, images: bool) -> Tensor:
     lead = tensor.shape[:1] if images else (1,)
     shape = tensor.shape[1:] if images else tensor.shape
     return tensor.reshape(*lead, *[1] * (len(node.shape) - len(shape)), *shape)
+
+
+def size_and_cast(
+    constant: Tensor | None, fmt: Format, arranged: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor] | None:
+    """|c| and |ĉ − c| of a constant, arranged to broadcast, or None. A copy of c would lose the errors in ``fmt``."""
+    return None if constant is None else (arranged(constant.detach().double().abs()), arranged(fmt.cast(constant)))
 
 
 def each_of(node: Node, operands: Sequence[Operand], fmt: Format, *terms: Any) -> list[tuple[Tensor, Tensor]]:

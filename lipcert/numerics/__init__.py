@@ -20,7 +20,7 @@ from lipcert.numerics._estimate import (
     or_estimated,
     through,
 )
-from lipcert.numerics._formats import DTYPES, EXTRA, OWN_ROUNDING, REAL, Address, Format, address
+from lipcert.numerics._formats import DTYPES, EXTRA, OWN_ROUNDING, REAL, STORED, Address, Format, address
 from lipcert.numerics._memory import give_back, is_out_of_memory, memory_left
 from lipcert.numerics._random_states import random_states
 from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_out

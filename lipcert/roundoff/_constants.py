@@ -37,7 +37,7 @@ def _mixing(module: nn.Module, fmt: Format) -> Iterator[tuple[Tensor, Tensor]]:
     cast_queries, cast_values = fmt.cast(queries), fmt.cast(values)
     size = queries.abs() @ values.abs().mT
     cast = cast_queries @ values.abs().mT + (queries.abs() + cast_queries) @ cast_values.mT
-    error = fmt.sum(size + cast, module.dim, size + cast) + cast
+    error = fmt.sum(size + cast, module.dim) + cast
     away = fmt.cast(module.scale).item()
     scale = module.scale + away
     yield module.mixing().detach(), error * scale + size * away + fmt.rounded((size + error) * scale, 2)

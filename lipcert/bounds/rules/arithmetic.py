@@ -210,9 +210,10 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
 
 @rounding("add", "sub", "rsub")
 def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x ± αy: one rounding error, three with α. Adding −∞, as masks do, is exact."""
+    """x ± αy: one rounding of the sum; with α its cast, and roundings of αy. Adding −∞, as masks do, is exact."""
     args = arguments(node)
     alpha = abs(float(args.get("alpha", 1)))
+    cast = fmt.cast(alpha).item()
     first, second = (args["input"], args["other"]) if node.op != "rsub" else (args["other"], args["input"])
     (x, dx), (y, dy) = each_of(node, operands, fmt, args["input"], args["other"])
     masked = torch.zeros_like(zeros(node, operands), dtype=torch.bool)
@@ -221,7 +222,7 @@ def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
             masked = masked | aligned(constant == -math.inf, node, images=False).to(masked.device)
     if node.op == "rsub":
         x, dx, y, dy = y, dy, x, dx
-    error = fmt.rounded(x + alpha * y, 1 if alpha == 1 else 4) + dx + alpha * dy
+    error = fmt.rounded(x + dx + (alpha + cast) * (y + dy), 1 if alpha == 1 else 4) + dx + alpha * dy + cast * (y + dy)
     return torch.where(masked, 0.0, error.expand(masked.shape))
 
 
@@ -496,6 +497,6 @@ def addcmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     (x, dx), (y, dy), (z, dz) = each_of(node, operands, fmt, args["input"], args["tensor1"], args["tensor2"])
     cast = dx + alpha * (y * dz + dy * z + dy * dz) * (1 + 8 * fmt.unit)
     y, z = y + dy, z + dz
-    underflow = 4 * fmt.smallest * (alpha + y + z)
+    underflow = 4 * fmt.smallest * (alpha + y + z + y * z)
     error = fmt.rounded(x + dx + alpha * y * z, 5) + cast + underflow + zeros(node, operands)
     return fmt.safe(error, torch.maximum(y * z, alpha * torch.maximum(y, z)).expand(error.shape))

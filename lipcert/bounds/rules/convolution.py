@@ -124,7 +124,7 @@ def convolution_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) 
 
 @rounding("conv1d", "conv2d", "conv3d")
 def conv_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """:func:`matrix_rounding`, sums over a kernel and its input channels."""
+    """:func:`matrix_rounding`, sums over a kernel and its input channels, without Winograd or FFT transforms."""
     args = constant_arguments(node)
     geometry: dict[str, Any] = {k: args[k] for k in ("stride", "padding", "dilation", "groups") if k in args}
     return _convolution_rounding(node, operands[0], args, geometry, fmt, args["weight"].flatten(1).shape[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lipcert.bounds._jacobian import Bounds, evenly, normalising, normalising_no
 from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, NoAnswer, Schur, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import Radial, remainder
-from lipcert.bounds._rounding import Operand
+from lipcert.bounds._rounding import Operand, size_and_cast
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
 from lipcert.graph import Node
@@ -74,33 +75,21 @@ def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
 
 @rounding("batch_norm")
 def batch_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """(x − μ)γ/√(var + eps) + β in this order, or as αx + (β − αμ) with α = γ/√(var + eps).
+    """:func:`normalised_rounding` by constants, whose casts count; var + eps has a relative error of t before its root.
 
-    Either way α has a relative error of 10u plus the errors of the casts of var, eps and γ, and the sum an error of 4u
-    relative to its terms.
+    A negative variance makes the sum with eps smaller than its terms.
     """
     args = arguments(node)
     x = operands[0]
     form = (-1, *[1] * (x.nominal.dim() - 3))
-
-    def constant(name: str, default: float) -> tuple[Tensor, Tensor]:
-        value = args.get(name)
-        value = torch.full_like(args["running_var"], default) if value is None else value
-        return value.detach().double().abs().reshape(form), fmt.cast(value).reshape(form)
-
-    mean, d_mean = constant("running_mean", 0.0)
-    (gain, d_gain), (shift, d_shift) = constant("weight", 1.0), constant("bias", 0.0)
+    mean, var = (args[name].detach().double().reshape(form) for name in ("running_mean", "running_var"))
+    d_mean, d_var = (fmt.cast(args[name]).reshape(form) for name in ("running_mean", "running_var"))
     eps = float(args.get("eps", 1e-5))
-    # With its sign: a negative variance makes the sum with eps smaller.
-    var = args["running_var"].detach().double().reshape(form)
-    d_var = fmt.cast(args["running_var"]).reshape(form)
-    t = (d_var + fmt.cast(eps).item() + 4 * fmt.smallest) / (var + eps)
-    t = torch.where(t < 0.5, t, math.inf) + 16 * fmt.unit
-    alpha = gain * (var + eps).rsqrt()
-    d_alpha = (gain * t + d_gain * (1 + t)) * (var + eps).rsqrt() + 4 * fmt.smallest
-    size = (alpha + d_alpha) * (x.most + mean + d_mean) + shift + d_shift
-    error = d_alpha * (x.most + mean) + (alpha + d_alpha) * d_mean + d_shift + fmt.rounded(size, 8)
-    return fmt.safe(error, torch.maximum(size, x.most))
+    t = (d_var + fmt.cast(eps).item() + fmt.unit * (var.abs() + d_var) + 4 * fmt.smallest) / (var + eps)
+    t = inverse_root_error(torch.where(var + eps > 0, t, math.inf) + fmt.gamma(1), fmt)
+    affine = [size_and_cast(args.get(name), fmt, lambda each: each.reshape(form)) for name in ("weight", "bias")]
+    mean = mean.abs()
+    return normalised_rounding(x.most, mean, x.most + mean, d_mean, (var + eps).rsqrt(), t, affine, fmt)
 
 
 def _standardized(x: Value, shape: tuple[int, ...], size: int, eps: float | None, axis: int | None) -> Value:
@@ -142,12 +131,15 @@ class Centred:
     Attributes:
         size: bounds on the exact |c_i|, shape (N, ..., d).
         error: bounds on the errors of the c_i.
+        mean, away: bounds on the exact |mean| and on its error, shape (N, ..., 1).
         low, high: bounds on the exact ‖c‖, shape (N, ..., 1).
         square: a bound on Σ z_i² of the deployed tokens.
     """
 
     size: Tensor
     error: Tensor
+    mean: Tensor
+    away: Tensor
     low: Tensor
     high: Tensor
     square: Tensor
@@ -157,7 +149,8 @@ class Centred:
         """Tokens that are not centred; arguments as for :meth:`of`."""
         length = tokens.norm(dim=-1, keepdim=True)
         square = torch.minimum((length + rho).square(), most.square().sum(-1, keepdim=True))
-        return cls(most, torch.zeros_like(most), (length - rho).clamp_min(0), square.sqrt(), square)
+        none = torch.zeros_like(length)
+        return cls(most, none.expand_as(most), none, none, (length - rho).clamp_min(0), square.sqrt(), square)
 
     @classmethod
     def of(cls, tokens: Tensor, rho: Tensor, most: Tensor, terms: int, fmt: Format) -> Centred:
@@ -169,23 +162,45 @@ class Centred:
         square = torch.minimum((tokens.norm(dim=-1, keepdim=True) + rho).square(), most.square().sum(-1, keepdim=True))
         size = torch.minimum(centred.abs() + rho, most + total / d)
         mean = tokens.mean(-1, keepdim=True).abs() + rho / math.sqrt(d)
-        mean_error = fmt.sum(total / d, terms, mean)
-        error = fmt.safe(mean_error * (1 + 2 * fmt.unit) + fmt.rounded(size), total.expand(size.shape))
-        return cls(size, error, (length - rho).clamp_min(0), torch.minimum(length + rho, square.sqrt()), square)
+        away = fmt.safe(fmt.sum(total / d, terms), total)
+        error = away * (1 + 2 * fmt.unit) + fmt.rounded(size)
+        low, high = (length - rho).clamp_min(0), torch.minimum(length + rho, square.sqrt())
+        return cls(size, error, mean, away, low, high, square)
 
 
-def affine_rounding(size: Tensor, error: Tensor, weight: Tensor | None, bias: Tensor | None, fmt: Format) -> Tensor:
-    """Bounds on the error of weight · ŷ + bias, for |y| ≤ size and |ŷ − y| ≤ error."""
-    if weight is not None:
-        exact, cast = weight.detach().double().abs(), fmt.cast(weight)
-        error = error * (exact + cast) + size * cast
-        size = size * exact
-        error = error + fmt.rounded(size + error)
-    if bias is not None:
-        exact, cast = bias.detach().double().abs(), fmt.cast(bias)
-        error = error + cast
-        error = error + fmt.rounded(size + error + exact)
-    return error
+def normalised_rounding(
+    most: Tensor,
+    mean: Tensor,
+    size: Tensor,
+    away: Tensor,
+    inverse: Tensor,
+    t: Tensor,
+    affine: Sequence[tuple[Tensor, Tensor] | None],
+    fmt: Format,
+    limit: float = math.inf,
+) -> Tensor:
+    """Bounds on the error of y = (z − m)rγ + β, however a kernel multiplies it out, as in zrγ + (β − mrγ).
+
+    Given are |z| ≤ most, |m| ≤ mean, |z − m| ≤ size, r ≤ inverse, |z − m|r ≤ limit, errors of m of at most ``away``
+    and of r of at most t r, and γ and β as absolute values with errors. As if what follows were exact, y errs by
+
+        |z − m|rt|γ̂| + away (1 + t)r|γ̂| + |z − m|r|γ̂ − γ| + |β̂ − β|.
+
+    A kernel rounds each of the terms zr̂γ̂, m̂r̂γ̂ and β̂ at most eight times to the format: in products with r̂ and γ̂, or
+    r̂γ̂, in a change of format between, in the differences with the other terms, and in the result. The terms may cancel,
+    so these errors are relative to |z|r̂|γ̂| + |m̂|r̂|γ̂| + |β̂|. Here |z|r̂ is at most |z − m|r̂ + |m|r̂ too. Products that
+    underflow are multiplied by γ̂, by r̂, or by z and m̂.
+    """
+    (gain, d_gain), (shift, d_shift) = (
+        pair or (t.new_full((), default), t.new_zeros(())) for pair, default in zip(affine, (1.0, 0.0), strict=True)
+    )
+    factor, scale, centre = gain + d_gain, inverse * (1 + t), mean + away
+    exact = torch.clamp_max(size * inverse, limit)
+    error = (exact * t + away * scale) * factor + exact * d_gain + d_shift
+    terms = torch.minimum(most * scale, exact * (1 + t) + centre * scale) + centre * scale
+    underflow = 4 * fmt.smallest * (1 + factor) * (1 + scale) * (1 + most + centre)
+    error = error + fmt.rounded(terms * factor + shift + d_shift, 8) + underflow
+    return fmt.safe(error, torch.maximum(most + centre + shift, (1 + scale) * (1 + factor)).expand_as(error))
 
 
 def _length_bounds(x: Tensor, most: Tensor, rho: Tensor, axis: int) -> tuple[Tensor, Tensor]:
@@ -206,26 +221,24 @@ def inverse_root_error(off: Tensor, fmt: Format) -> Tensor:
     return first + second + first * second
 
 
-def _standardized_rounding(tokens: Tensor, rho: Tensor, most: Tensor, eps: float, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Bounds on |x̂_i| and on its error, x̂ = c/s with s² = ‖c‖²/d + eps.
+def _standardized_rounding(
+    tokens: Tensor, rho: Tensor, most: Tensor, eps: float, affine: Sequence[tuple[Tensor, Tensor] | None], fmt: Format
+) -> Tensor:
+    """:func:`normalised_rounding` with 1/r² = ‖c‖²/d + eps for centred tokens c.
 
-    A kernel may compute x/s − μ/s, or scale x and add one constant, so rounding errors are relative to |x| + |μ|. The
-    variance, whether by two passes, by updates (Welford), or as E[z²] − E[z]², has an error of at most
+    The variance, whether by two passes, by updates (Welford), or as E[z²] − E[z]², has an error of at most
     2(γ_(4d + EXTRA) + γ_4) E[z²], where the first γ is that of the arithmetic inside an operation. Then
     :func:`inverse_root_error` applies.
     """
     d = tokens.shape[-1]
     centred = Centred.of(tokens, rho, most, 4 * d, fmt)
-    mean = most.mean(-1, keepdim=True)
-    shifted = fmt.sum_gamma(3) * (most + mean)
     least = centred.low.square() / d + eps
     off = 2 * (fmt.sum_gamma(4 * d + EXTRA) + fmt.gamma(4)) * centred.square / d
     t = inverse_root_error((off + fmt.cast(eps).item() + 4 * (d + EXTRA) * fmt.smallest) / least + fmt.gamma(1), fmt)
-    inverse = least.rsqrt()
-    size = torch.minimum(centred.size * inverse, torch.full_like(inverse, math.sqrt(d)))
-    error = ((centred.error + shifted) * (1 + t) + centred.size * t) * inverse
-    error = error + fmt.rounded(size + error)
-    return size, fmt.safe(error, centred.square.expand(error.shape))
+    error = normalised_rounding(
+        most, centred.mean, centred.size, centred.away, least.rsqrt(), t, affine, fmt, math.sqrt(d)
+    )
+    return fmt.safe(error, centred.square.expand_as(error))
 
 
 @rule("layer_norm")
@@ -261,15 +274,15 @@ class LayerNorm(Radial):
 
 @rounding("layer_norm")
 def layer_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """:func:`_standardized_rounding` over the normalised axes, then scale and bias."""
+    """:func:`_standardized_rounding` over the normalised axes."""
     args = arguments(node)
     dims = len(args["normalized_shape"])
     x = operands[0]
     tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
     rho = x.rho.reshape(-1, *[1] * (tokens.dim() - 1))
-    size, error = _standardized_rounding(tokens, rho, most, float(args.get("eps", 1e-5)), fmt)
-    weight, bias = (None if args.get(k) is None else args[k].flatten() for k in ("weight", "bias"))
-    return affine_rounding(size, error, weight, bias, fmt).reshape(x.nominal.shape)
+    affine = [size_and_cast(args.get(name), fmt, torch.flatten) for name in ("weight", "bias")]
+    eps = float(args.get("eps", 1e-5))
+    return _standardized_rounding(tokens, rho, most, eps, affine, fmt).reshape(x.nominal.shape)
 
 
 @rule("rms_norm")
@@ -302,7 +315,10 @@ class RootMeanSquare(Radial):
 
 @rounding("rms_norm")
 def rms_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """weight ∘ z/√(mean z² + eps). A mean of squares has a relative error of γ, because its terms have one sign."""
+    """:func:`normalised_rounding` with m = 0 and 1/r² = mean z² + eps.
+
+    A mean of squares has a relative error of γ, because its terms have one sign.
+    """
     args = arguments(node)
     if args.get("eps") is None:
         raise NoAnswer("an eps that depends on the format")
@@ -314,10 +330,9 @@ def rms_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
     least = low.square() / d + eps
     underflow = fmt.cast(eps).item() + 4 * (d + EXTRA) * fmt.smallest
     t = inverse_root_error(fmt.sum_gamma(d + EXTRA) + fmt.gamma(4) + underflow / least, fmt)
-    size = torch.minimum(most * least.rsqrt(), torch.full_like(least, math.sqrt(d)))
-    error = fmt.safe(size * t + fmt.rounded(size * (1 + t), 2), square.expand(size.shape))
-    weight = None if args.get("weight") is None else args["weight"].flatten()
-    return affine_rounding(size, error, weight, None, fmt).reshape(x.nominal.shape)
+    affine, none = (size_and_cast(args.get("weight"), fmt, torch.flatten), None), torch.zeros_like(least)
+    error = normalised_rounding(most, none, most, none, least.rsqrt(), t, affine, fmt, math.sqrt(d))
+    return fmt.safe(error, square.expand_as(error)).reshape(x.nominal.shape)
 
 
 @rule("group_norm")
@@ -391,16 +406,23 @@ def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -
 
 @rounding("group_norm")
 def group_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """:func:`_standardized_rounding` over the channels of a group and all positions, then scale and bias by channel."""
+    """:func:`_standardized_rounding` over the channels of a group and all positions."""
     args = arguments(node)
     x = operands[0]
-    shape = (*x.nominal.shape[:2], args["num_groups"], -1)
-    rho = x.rho.reshape(-1, 1, 1, 1)
+    grouped = (*x.nominal.shape[:2], args["num_groups"], -1)
+    tokens, most = x.nominal.reshape(grouped), x.most.reshape(grouped)
+    affine = [
+        size_and_cast(args.get(name), fmt, partial(by_group, node.shape, grouped[2])) for name in ("weight", "bias")
+    ]
     eps = float(args.get("eps", 1e-5))
-    size, error = _standardized_rounding(x.nominal.reshape(shape), rho, x.most.reshape(shape), eps, fmt)
-    form = (-1, *[1] * (x.nominal.dim() - 3))
-    weight, bias = (None if args.get(k) is None else args[k].reshape(form) for k in ("weight", "bias"))
-    return affine_rounding(size.reshape(x.nominal.shape), error.reshape(x.nominal.shape), weight, bias, fmt)
+    rho = x.rho.reshape(-1, 1, 1, 1)
+    return _standardized_rounding(tokens, rho, most, eps, affine, fmt).reshape(x.nominal.shape)
+
+
+def by_group(shape: tuple[int, ...], groups: int, constant: Tensor) -> Tensor:
+    """Constants of channels once for each position, with groups of channels as tokens."""
+    channels = constant.reshape(1, -1, *[1] * (len(shape) - 2))
+    return channels.expand(1, *shape[1:]).reshape(groups, -1)
 
 
 @rule("normalize")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,16 @@ from lipcert.bounds._jacobian import Bounds, normalising, normalising_norm
 from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, jacobian, rounding, rule, secant
 from lipcert.bounds._remainder import Against, Radial, Remainder, per_image, remainder
-from lipcert.bounds._rounding import Operand
+from lipcert.bounds._rounding import Operand, size_and_cast
 from lipcert.bounds._secants import TINY, Bend, eta
 from lipcert.bounds._value import Value
-from lipcert.bounds.rules.normalization import ByGroup, Centred, affine_rounding, inverse_root_error
+from lipcert.bounds.rules.normalization import (
+    ByGroup,
+    Centred,
+    by_group,
+    inverse_root_error,
+    normalised_rounding,
+)
 from lipcert.graph import Node
 from lipcert.numerics import EXTRA, Format
 from lipcert.surgery import (
@@ -283,17 +290,14 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
         factor = (1 + ratio.square()).rsqrt()
     else:
         factor = ratio.clamp_min(1).reciprocal()
-    size = torch.minimum(centred.size * factor, torch.full_like(factor, radius))
-    error = (centred.error * (1 + t) + centred.size * t) * factor
-    error = error + fmt.rounded(size + error)
     peak = (centred.high + centred.error.norm(dim=-1, keepdim=True)).square() * max(1.0, 1 / radius**2)
     peak = torch.maximum(peak, torch.full_like(peak, max(radius**2, radius**-2)))
-    error = fmt.safe(error, peak.expand(error.shape))
-    if grouped:
-        form = (-1, *[1] * (x.nominal.dim() - 3))
-        weight, bias = (None if part is None else part.reshape(form) for part in (module.weight, module.bias))
-        return affine_rounding(size.reshape(x.nominal.shape), error.reshape(x.nominal.shape), weight, bias, fmt)
-    return affine_rounding(size, error, module.weight, module.bias, fmt).movedim(-1, axis)
+    arranged = partial(by_group, node.shape, module.groups) if grouped else torch.flatten
+    affine = [size_and_cast(part, fmt, arranged) for part in (module.weight, module.bias)]
+    none, whole = torch.zeros_like(factor), centred.size + centred.error
+    error = normalised_rounding(whole, none, centred.size, centred.error, factor, t, affine, fmt, radius)
+    error = fmt.safe(error, peak.expand_as(error))
+    return error.reshape(x.nominal.shape) if grouped else error.movedim(-1, axis)
 
 
 def _tokens(node: Node, values: Mapping[Node, Tensor]) -> tuple[Tensor, bool, float, float, Tensor]:

@@ -17,7 +17,7 @@ from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, 
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, Format, Number, Upper
+from lipcert.numerics import EXTRA, STORED, Format, Number, Upper
 
 
 def _reduction(mean: bool) -> Any:
@@ -70,14 +70,14 @@ box("mean", "sum")(nonnegative)
 
 @rounding("sum", "mean")
 def sum_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """A sum of n terms in any order, and for a mean a division by n."""
+    """:meth:`Format.sum`: n terms, and for a mean a division by n, of the sum or of its terms."""
     if any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())):
         raise NoAnswer("a sum in another format")
     x = operands[0]
     count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape))
     size = replayed(node, x.most)
     total = size * (count if node.op == "mean" else 1)
-    return fmt.safe(fmt.sum(size, count, size), total)
+    return fmt.safe(fmt.sum(size, count), total)
 
 
 @rule("var")
@@ -185,7 +185,10 @@ def length_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bo
 
 @rounding("norm", "linalg_vector_norm")
 def length_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """‖x‖ over some axes: the relative errors of the sum of squares and of the root, and the root of the underflow."""
+    """‖x‖ over some axes: the relative errors of the sum of squares and of the root, and the root of the underflow.
+
+    Norms of parts, or their squares, may be rounded to the format before they are combined.
+    """
     args = arguments(node)
     if args.get("ord", args.get("p", 2)) not in ("fro", 2, None):
         raise NoAnswer("another norm than ‖·‖₂")
@@ -194,4 +197,4 @@ def length_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     size = replayed(node, x.most)
     size = torch.minimum(size, replayed(node, x.nominal) + x.rho.reshape(-1, *[1] * (size.dim() - 1)))
     error = size * (fmt.sum_gamma(count) + fmt.library) + math.sqrt(4 * count * fmt.smallest)
-    return fmt.safe(error + fmt.rounded(size + error), size.square())
+    return fmt.safe(error + fmt.rounded(size + error, STORED), size.square())
