@@ -50,7 +50,7 @@ _EXAMPLES = {
     """,
     "constrain": """
         lipcert constrain model.lipcert.safetensors --data images/
-        lipcert constrain --data images/ --error 0.02 --resume-dir layers/
+        lipcert constrain --data images/ --error 0.02 --workers 4
     """,
     "finetune": """
         lipcert finetune model.lipcert.safetensors --data train/ --eps 36/255

@@ -48,8 +48,8 @@ def constrain(
     asked, asked_pixels, asked_weights = settings(), pixels(), weights()
     start()
     from lipcert.certvit import constrain as constrain_model
-    from lipcert.certvit.images import EVERY
     from lipcert.inputs.artifact import save
+    from lipcert.inputs.batches import EVERY
     from lipcert.inputs.data import open_images
     from lipcert.inputs.loading import resolve
 
@@ -68,13 +68,11 @@ def constrain(
 
         try:
             with _phases() as show:
-                here = {**vars(asked), "devices": (str(loaded.device),)}
                 origin = {"data": data or "bundled", "limit": limit, "batch_size": batch}
                 batches = _Batches(images, processes, batch)
-                constrain_model(loaded, batches, origin=origin, progress=show, **here)
+                constrain_model(loaded, batches, origin=origin, progress=show, **vars(asked))
         except KeyboardInterrupt as stop:
-            outcome = f"rerun to continue from {asked.resume_dir}" if asked.resume_dir else "nothing was written"
-            raise Interrupted(f"interrupted; {outcome}") from stop
+            raise Interrupted("interrupted; nothing was written") from stop
         report = cast("ConstraintReport", loaded.constraint)
         if processes.first:
             with busy(f"writing {path}"):

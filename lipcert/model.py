@@ -226,3 +226,17 @@ class Model(nn.Module):
                 f"images must lie in [0, 1] and hold no NaN, got values from {images.amin():.4g} to "
                 f"{images.amax():.4g}; {hint}"
             )
+
+
+def check_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
+    """The labels, one whole number for each image, below the number of classes if it is given.
+
+    Raises:
+        InputError: they are not.
+    """
+    if not isinstance(labels, Tensor) or labels.shape != (count,) or labels.is_floating_point():
+        kind = f"{labels.dtype} of {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise InputError(f"labels must be whole numbers of shape ({count},), got {kind}")
+    if classes is not None and count and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise InputError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
+    return labels

@@ -1,7 +1,5 @@
 """The CertViT engines: exactness of projection and norms, optimality by duality, feasibility, statistics, workers."""
 
-import copy
-import dataclasses
 import json
 import math
 import os
@@ -20,12 +18,10 @@ from lipcert.certvit import (
     MEASURE_NAMES,
     Failure,
     Moments,
-    Solution,
     Task,
     collect,
     constrain_blockwise,
     constrain_matrix,
-    parallel,
     solve_layers,
     stream,
 )
@@ -580,74 +576,36 @@ def tasks(count=3, error=0.05):
     ]
 
 
-def test_a_failed_layer_and_a_dead_worker_leave_the_others_untouched():
+def test_a_failed_layer_leaves_the_others_untouched():
     bad = Task("bad", torch.full((4, 6), math.nan), Moments.from_rows(correlated(30, 6), "bad"), options())
-    dead = Task("dead", torch.ones(2, 2), EndsItsWorker())
-    todo = tasks(2)
-    seen = []
-    outcomes = solve_layers([todo[0], bad, dead, todo[1]], workers=2, progress=lambda name, outcome: seen.append(name))
-    assert list(outcomes) == ["blocks.0/fc", "bad", "dead", "blocks.1/fc"]
+    todo, seen = tasks(2), []
+    outcomes = solve_layers([todo[0], bad, todo[1]], 2, seen.append, max_bytes=1)
+    assert list(outcomes) == ["blocks.0/fc", "bad", "blocks.1/fc"]
     assert sorted(seen) == sorted(outcomes)
-    assert isinstance(outcomes["bad"], Failure)
-    assert outcomes["bad"].message == "the weight of layer bad has NaN or infinite entries"
-    assert isinstance(outcomes["dead"], Failure)
-    assert "ended early" in outcomes["dead"].message
+    assert outcomes["bad"] == Failure("the weight of layer bad has NaN or infinite entries")
     for task in todo:
         here = constrain_matrix(task.weight, task.data, task.options["error"])
         assert torch.allclose(outcomes[task.name]["spectral"].weight, here.weight, atol=1e-10)
 
 
-def test_an_interrupted_run_resumes_after_the_last_finished_layer(tmp_path):
-    calls = []
-
-    def interrupted(name, outcome):
-        calls.append(name)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        solve_layers(tasks(), workers=0, resume_dir=tmp_path, progress=interrupted)
-    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert len(stamps) == 2
-    outcomes = solve_layers(tasks(), workers=0, resume_dir=tmp_path)
-    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
-    fresh = solve_layers(tasks(), workers=0)
-    for name, outcome in outcomes.items():
-        solution, again = outcome["spectral"], fresh[name]["spectral"]
-        assert torch.equal(solution.weight, again.weight)
-        assert solution.gap == again.gap
-        assert isinstance(solution, Solution)
+def test_a_worker_that_dies_ends_the_run_in_one_line():
+    with pytest.raises(InputError, match="a worker ended early"):
+        solve_layers([*tasks(1), Task("dead", torch.ones(2, 2), EndsItsWorker())], 1)
 
 
-def test_finished_layers_of_other_tasks_or_damaged_files_do_not_count(tmp_path):
-    first = solve_layers(tasks(2), workers=0, resume_dir=tmp_path)
-    harder = solve_layers(tasks(2, error=0.2), workers=0, resume_dir=tmp_path)
-    assert all(harder[name]["spectral"].norm_after < first[name]["spectral"].norm_after for name in first)
-    for path in tmp_path.iterdir():
-        path.write_bytes(path.read_bytes()[:-5])
-    again = solve_layers(tasks(2, error=0.2), workers=0, resume_dir=tmp_path)
-    assert all(torch.equal(again[name]["spectral"].weight, harder[name]["spectral"].weight) for name in again)
-
-
-def test_other_data_with_the_same_trace_are_another_task():
-    (one, *_) = tasks(1)
-    moments = one.data
-    turned = copy.copy(moments)
-    turned.second = moments.second.flip(-1, -2)
-    assert float(turned.second.diagonal(0, -2, -1).sum()) == pytest.approx(
-        float(moments.second.diagonal(0, -2, -1).sum())
+@pytest.mark.parametrize("on_stdin", [False, True])
+def test_workers_never_run_the_users_script(tmp_path, on_stdin):
+    """A script without a main guard, and one that comes on stdin, as cells of notebooks do."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('runs')\nimport torch\nfrom lipcert.certvit import Moments, Task, solve_layers\n"
+        "task = Task('a', torch.eye(3), Moments.from_rows(torch.eye(3)), {'error': 0.1})\n"
+        "print(*solve_layers([task], 1))\n"
     )
-    assert parallel._fingerprint(one) != parallel._fingerprint(dataclasses.replace(one, data=turned))
-
-
-def test_parallel_refuses_bad_input(tmp_path):
-    with pytest.raises(InputError, match="there is no device 'cuda:99'"):
-        solve_layers(tasks(1), workers=0, devices=("cuda:99",))
-    with pytest.raises(InputError, match="two layers are called"):
-        solve_layers(tasks(1) * 2, workers=0)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot use"):
-        solve_layers(tasks(1), workers=0, resume_dir=tmp_path / "file")
+    given = {"input": script.read_text()} if on_stdin else {}
+    command = [sys.executable, "-" if on_stdin else str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, **given)
+    assert (done.returncode, done.stdout.split()) == (0, ["runs", "a"]), done.stderr
 
 
 RANK = """
@@ -665,7 +623,7 @@ moments = collect(model, share.split(2), {"fc": model})["fc"]
 seen = []
 errors = {"a": 0.1, "b": 0.2, "c": 2.0}
 tasks = [Task(name, model.weight, moments, {"error": e, "measures": ("spectral",)}) for name, e in errors.items()]
-outcomes = solve_layers(tasks, workers=0, progress=lambda name, outcome: seen.append(name))
+outcomes = solve_layers(tasks, 0, seen.append)
 try:
     collect(model, [share * (float("nan") if rank else 1.0)], {"fc": model})
     failed = ""

@@ -236,22 +236,18 @@ def test_few_images_are_said():
     assert any("held-out images is" in remark and "above 0.01" in remark for remark in model.constraint.remarks)
 
 
-def test_groups_of_layers_and_resuming_change_nothing(tmp_path):
-    whole, parts, resumed = vit(), vit(), vit()
+def test_groups_of_layers_change_nothing():
+    whole, parts = vit(), vit()
     images = pictures()
     layers = ("patch_embed.proj", *BLOCK)
     lipcert.constrain(whole, images, 0.1, layers=layers)
     seen: list[str] = []
     limit = 8 * 192**2  # the patch embedding's moments fill it
-    options = {"layers": layers, "max_bytes": limit, "resume_dir": tmp_path}
+    options = {"layers": layers, "max_bytes": limit}
     lipcert.constrain(parts, images, 0.1, **options, progress=lambda what, *_: seen.append(what))
     assert "calibration images, pass 1 of 2" in seen
     assert "calibration images, pass 2 of 2" in seen
     assert same(parts, weights(whole))
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3
-    lipcert.constrain(resumed, images, 0.1, **options)
-    assert same(resumed, weights(whole))
-    assert [a.seconds for a in resumed.constraint.layers] == [a.seconds for a in parts.constraint.layers]
     assert [a.path for a in parts.constraint.layers] == [a.path for a in whole.constraint.layers]
 
 
@@ -410,14 +406,13 @@ def flat(count):
     [
         ([], {}, "no images"),
         (torch.zeros(0, 3, 32, 32), {}, "no images"),
-        (flat(10), {}, "every calibration image has only one colour"),
         (torch.full((10, 3, 32, 32), math.nan), {}, "hold no NaN"),
         (2 + pictures(5), {}, r"must lie in \[0, 1\]"),
         (pictures(5, 16), {}, "must have shape"),
-        ((pictures(10), torch.arange(9)), {}, "one for each of the 10 images"),
+        ((pictures(10), torch.arange(9)), {}, r"of shape \(10,\)"),
         ((pictures(10), torch.arange(10.0)), {}, "whole numbers"),
-        ((pictures(10), torch.full((10,), 3)), {}, "label 3, and the model has the classes 0 to 2"),
-        ((pictures(10), torch.full((10,), -1)), {}, "label -1"),
+        ((pictures(10), torch.full((10,), 3)), {}, "from 0 to 2, got 3"),
+        ((pictures(10), torch.full((10,), -1)), {}, "from 0 to 2, got -1"),
         (iter([pictures(5)]), {}, "only once"),
         (DataLoader(TensorDataset(pictures(30)), batch_size=5, shuffle=True), {}, "another order"),
         (["a"], {}, "got a str"),
@@ -429,7 +424,6 @@ def flat(count):
         (pictures(5), {"layers": []}, "no Linear or Conv2d layer"),
         (pictures(5), {"measure": "banana"}, "choose one of spectral"),
         (pictures(5), {"workers": -1}, "workers must be 0"),
-        (pictures(5), {"devices": ["banana"]}, "there is no device 'banana'"),
         (pictures(5), {"max_bytes": 100}, "raise max_bytes"),
         *((pictures(5), {"error": error}, "above 0 and below 1") for error in (0.0, -1.0, 1.0, 1.5, math.nan)),
     ],
@@ -497,7 +491,7 @@ def facts(output):
 def test_command_prints_and_writes(folder):
     source = Path("model.lipcert.safetensors")
     before = source.read_bytes()
-    result = run("constrain", "--data", "images", "--error", "0.1", "--resume-dir", "kept")
+    result = run("constrain", "--data", "images", "--error", "0.1")
     assert source.read_bytes() == before
     assert "model.lipcert.safetensors, the newest artifact" in result.stderr
     written = Path("model.constrained.lipcert.safetensors")
@@ -542,10 +536,6 @@ def test_command_prints_and_writes(folder):
     assert recorded["facts"]["log10_bound"] == pytest.approx(report.after.log10_bound)
     assert recorded["facts"]["constraint"]["error"] == 0.1
     assert json.dumps(recorded["facts"])
-    again = run(
-        "constrain", source, "--data", "images", "--error", "0.1", "--resume-dir", "kept", "--out", "b.safetensors"
-    )
-    assert [line for line in again.stdout.splitlines() if line.count("\t") == 10] == ["\t".join(row) for row in table]
 
 
 def test_command_with_limit_layers_and_without_labels(folder):
@@ -585,23 +575,19 @@ def test_command_refuses_bad_input(folder):
     assert "there is no folder" in refused(model, "--data", "none")
     Path("empty").mkdir()
     assert "holds no images" in refused(model, "--data", "empty")
-    Path("flat").mkdir()
-    for i in range(6):
-        Image.new("RGB", (32, 32), (40 * i, 10, 200)).save(f"flat/{i}.png")
-    assert "only one colour" in refused(model, "--data", "flat")
     Path("notes.txt").write_text("mine")
     assert "not a lipcert artifact" in refused(*command, "--out", "notes.txt")
     assert "file of the model itself" in refused(*command, "--out", model)
-    assert sorted(path.name for path in Path().iterdir()) == ["empty", "flat", "images", model, "notes.txt"]
+    assert sorted(path.name for path in Path().iterdir()) == ["empty", "images", model, "notes.txt"]
 
 
-def test_a_stopped_command_says_where_it_goes_on(folder, monkeypatch):
+def test_a_stopped_command_writes_nothing(folder, monkeypatch):
     def stopped(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(network, "solve_layers", stopped)
-    result = run("constrain", "model.lipcert.safetensors", "--data", "images", "--resume-dir", "kept", code=130)
-    assert result.stderr.endswith("\nlipcert: interrupted; rerun to continue from kept\n")
+    result = run("constrain", "model.lipcert.safetensors", "--data", "images", code=130)
+    assert result.stderr.endswith("\nlipcert: interrupted; nothing was written\n")
     assert not Path("model.constrained.lipcert.safetensors").exists()
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from typer.main import get_command
 
 import lipcert
-from benchmarks import make_readme, parallel_layers
+from benchmarks import make_readme
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import measures, page, shown, stand_ins, trained
 from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, differences, values_of
@@ -373,20 +373,6 @@ def test_committed_figures_keep_their_order():
         assert attack <= ours <= theorem <= row["LoFAST with ξ"] <= row["LoFAST, equation 12"] <= row["SpecFormer"]
     for row in known["lofast, figure 4, small"]["rows"]:
         assert row["attack"] <= row["lipcert"] <= row["LoFAST, Theorem 1"] <= row["LoFAST with ξ"]
-
-
-def test_layers_are_solved_alike_and_timed(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "parallel.json"
-    sizes = ["--layers", "2", "--width", "6", "--rows", "30", "--repeats", "2", "--processes", "0"]
-    monkeypatch.setattr("sys.argv", ["parallel_layers", *sizes, "--out", str(out)])
-    threads = torch.get_num_threads()
-    try:
-        parallel_layers.main()
-    finally:
-        torch.set_num_threads(threads)
-    (row,) = json.loads(out.read_text())["rows"]
-    assert (row["processes"], row["speed-up"]) == (0, 1.0)
-    assert row["seconds"] > 0
 
 
 def test_the_readme_is_what_the_scripts_say():

@@ -40,7 +40,7 @@ from lipcert.graph import (
     without_fused_kernels,
 )
 from lipcert.inputs.artifact import seed_of
-from lipcert.model import Model
+from lipcert.model import Model, check_labels
 from lipcert.norms import Budget, Rigor
 from lipcert.numerics import Certificates, check_environment, give_back, is_out_of_memory, memory_left
 from lipcert.settings import SMOOTHING, STAGED, CertifySettings, parse_eps, parse_memory, settings_of, takes
@@ -195,11 +195,8 @@ class Certifier:
         """
         check_environment(self.model.device, self.dtype)
         self.model.check_images(images)
-        if labels is not None and tuple(labels.shape) != (len(images),):
-            raise InputError(f"labels must have shape ({len(images)},), got {tuple(labels.shape)}")
-        classes = self.analysis.output.shape[1]
-        if labels is not None and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-            raise InputError(f"labels must be from 0 to {classes - 1}, got {int(labels.min())} to {int(labels.max())}")
+        if labels is not None:
+            check_labels(labels, len(images), self.analysis.output.shape[1])
         try:
             with _at_most_threads(int(self.together * self._call / _WORK_OF_A_THREAD)):
                 results = self._run(images, labels)

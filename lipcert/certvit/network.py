@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from lipcert.bounds import Progress, lipschitz
 from lipcert.certvit.blockwise import constrain_blockwise
-from lipcert.certvit.images import EVERY, CalibrationImages, Loader, part
 from lipcert.certvit.layers import Layer, Operator, choose
 from lipcert.certvit.moments import Moments, evaluating, mixing, pooled, stream, watching
-from lipcert.certvit.parallel import Failure, Outcome, Task, solve_layers
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution, constrain_layer
+from lipcert.certvit.tasks import Failure, Outcome, Task, solve_layers
 from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.inputs.batches import EVERY, Loader, Share, shares
 from lipcert.inputs.processes import Processes
-from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.model import Model, check_labels, checked, outside_inference_mode
 from lipcert.settings import ConstrainSettings, settings_of, takes
 from lipcert.surgery import L2Attention
 
@@ -75,15 +75,15 @@ def constrain(
         The model.
 
     Raises:
-        InputError: an option, a layer name, a device, images or labels are not valid; activations are NaN; all images
-            have one colour; or no layer could be solved.
+        InputError: an option, a layer name, a device, images or labels are not valid; activations are NaN; or no
+            layer could be solved.
     """
     started = time.perf_counter()
     asked, model = settings_of(ConstrainSettings, error, **settings), checked(model)
     measure, engine, error = asked.lowered, asked.engine, asked.error
     faithful = engine == "faithful"
     report = progress or (lambda what, done, total: None)
-    calibration, held = part(model, loader, held_out)
+    calibration, held = shares(model, loader, held_out)
     chosen, untouched = choose(model, asked.layers)
     operators = {path: layer.operator for path, layer in chosen.items()}
     _check_labels(model, held, required=held_out is not None)
@@ -106,14 +106,12 @@ def constrain(
                 del parts
         bound_before = _log10_bound(model, lambda *step: report(f"{step[2]} before", *step[:2]), notes)
 
-    def solved(path: str, _: Outcome) -> None:
+    def solved(path: str) -> None:
         finished.append(path)
         done = math.fsum(costs[name] for name in finished) / math.fsum(costs.values())
         report("solving layers", len(costs) * done if len(finished) < len(costs) else len(costs), len(costs))
 
-    outcomes = solve_layers(
-        tasks(), asked.workers, asked.resume_dir, solved, devices=asked.devices, max_bytes=asked.max_bytes
-    )
+    outcomes = solve_layers(tasks(), asked.workers, solved, device=model.device, max_bytes=asked.max_bytes)
     before = {path: layer.weight.detach().clone() for path, layer in chosen.items()}
     variants: dict[str, Weights] = {method: dict(before) for method in methods}
     for path, outcome in outcomes.items():
@@ -171,7 +169,7 @@ def _log10_bound(model: Model, progress: Progress, notes: list[str]) -> float | 
 def _moments(
     model: Model,
     chosen: Mapping[str, Layer],
-    calibration: CalibrationImages,
+    calibration: Share,
     max_bytes: int,
     count: int,
     total: int,
@@ -197,7 +195,7 @@ def _moments(
 class _Dealt:
     """Every ``count``-th image of each batch, from index ``first`` on."""
 
-    images: CalibrationImages
+    images: Share
     first: int
     count: int
 
@@ -365,7 +363,7 @@ class _HeldOutErrors:
         self.squares = {path: [sum(share[path][k] for share in shares) for k in range(2)] for path in self.squares}
 
 
-def _check_labels(model: Model, held: CalibrationImages, *, required: bool) -> None:
+def _check_labels(model: Model, held: Share, *, required: bool) -> None:
     """Reads the held-out images once, so that none of them stops the run after the layers are solved."""
     with Processes.connected().together(), evaluating(model), torch.no_grad():
         images = classes = 0
@@ -373,7 +371,8 @@ def _check_labels(model: Model, held: CalibrationImages, *, required: bool) -> N
             if not images:
                 classes = model(batch[:1]).shape[1]
             images += len(batch)
-            _require_labels(labels, classes)
+            if labels is not None:
+                check_labels(labels, len(batch), classes)
     if required and not _sums([images])[0]:
         raise InputError("there are no images in held_out; give at least one batch, or leave it out")
 
@@ -391,7 +390,7 @@ def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:
 
 def _compare(
     model: Model,
-    held: CalibrationImages,
+    held: Share,
     chosen: Mapping[str, Layer],
     variants: Mapping[str, Weights],
     errors: _HeldOutErrors,
@@ -408,7 +407,7 @@ def _compare(
                 _put(chosen, weights)
                 watch = contextlib.nullcontext() if top else watching(modules, errors.see)
                 with watch:  # errors are those in the original network, the first variant
-                    top[name] = _top(model(batch), name, labels)
+                    top[name] = _top(model(batch), name)
             first = next(iter(top.values()))
             for name, classes in top.items():
                 same[name] += int((classes == first).sum())
@@ -425,17 +424,10 @@ def _compare(
     return dict(zip(variants, shares, strict=False)) if labelled == images else {}, agreement
 
 
-def _top(logits: Tensor, name: str, labels: Tensor | None) -> Tensor:
+def _top(logits: Tensor, name: str) -> Tensor:
     if not torch.isfinite(logits).all():
         raise InputError(f"the logits are NaN or infinite with the weights of {name}; check the model and the images")
-    _require_labels(labels, logits.shape[1])
     return logits.argmax(1).cpu()
-
-
-def _require_labels(labels: Tensor | None, classes: int) -> None:
-    strange = [] if labels is None else labels[(labels < 0) | (labels >= classes)].tolist()
-    if strange:
-        raise InputError(f"there is a label {strange[0]}, and the model has the classes 0 to {classes - 1}")
 
 
 def _sums(numbers: list[int]) -> list[int]:

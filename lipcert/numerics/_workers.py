@@ -17,7 +17,7 @@ _STARTING = threading.Lock()
 
 @contextlib.contextmanager
 def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that share the cores; at the end, or after an error, tasks that have not begun are dropped.
+    """Processes that share the cores; after an error, tasks that have not begun are dropped.
 
     Workers do not import the main module, so a script needs no ``if __name__ == "__main__"``, and what they are given
     must not be defined in it. If one dies, its future and those after it raise ``BrokenProcessPool``.
@@ -29,8 +29,10 @@ def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
     pool = ProcessPoolExecutor(count, mp_context=_Context(), initializer=_prepare, initargs=(threads,))
     try:
         yield pool
-    finally:
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 class _Process(multiprocessing.context.SpawnProcess):

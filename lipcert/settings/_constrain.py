@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from lipcert.errors import InputError
@@ -45,10 +43,7 @@ class ConstrainSettings:
         mini_batches: J of the engine ``"faithful"``, into as many the images are split; None means 4.
         layers: module paths in ``model.net``, as a sequence or separated by commas; None constrains all supported
             layers.
-        workers: processes that solve layers; 0 solves in this process. Worker processes need ``if __name__ ==
-            "__main__"``.
-        devices: devices for solving; layer k is solved on ``devices[k % len(devices)]``.
-        resume_dir: folder for finished layers, from which an interrupted run continues.
+        workers: processes that solve layers; 0 solves in this process.
         max_bytes: memory limit for the moments of one pass over the images, and again for those that wait for a
             worker. Layers whose moments do not fit together need further passes.
 
@@ -87,10 +82,6 @@ class ConstrainSettings:
         "Only these layers: module paths, separated by commas.", None, str | None
     )
     workers: int = option("Processes that solve layers in parallel; 0: none.", 0, int)
-    resume_dir: str | os.PathLike[str] | None = option(
-        "Folder for finished layers; rerun to continue.", None, Path | None
-    )
-    devices: Sequence[str] = ("cpu",)
     max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:

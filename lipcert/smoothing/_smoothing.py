@@ -19,7 +19,7 @@ from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, LipcertError, first_line
 from lipcert.graph import ONE_LOGIT, outputs_of
 from lipcert.inputs.loading import number_of_classes
-from lipcert.model import Model
+from lipcert.model import Model, check_labels
 from lipcert.norms import Rigor
 from lipcert.numerics import is_out_of_memory, random_states, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
@@ -175,7 +175,7 @@ class Smoothing:
     ) -> SmoothedCertificates:
         self.model.check_images(images)
         if labels is not None:
-            self._check_labels(labels, len(images))
+            check_labels(labels, len(images), self.classes)
         pixels = images.to(self.model.device, torch.float32)
         drawn = 0
         while pending := [i for i, vote in enumerate(votes) if vote.requested]:
@@ -204,16 +204,6 @@ class Smoothing:
             samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
         )
-
-    def _check_labels(self, labels: Tensor, count: int) -> None:
-        if tuple(labels.shape) != (count,) or labels.is_floating_point():
-            raise InputError(
-                f"labels must be whole numbers of shape ({count},), got {labels.dtype} of {tuple(labels.shape)}"
-            )
-        if count and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
-            raise InputError(
-                f"labels must be from 0 to {self.classes - 1}, got {int(labels.min())} to {int(labels.max())}"
-            )
 
     def _classes(self, requests: Requests) -> list[NDArray[np.int64]]:
         """The class of each draw, -1 if a logit is NaN: one array per image."""

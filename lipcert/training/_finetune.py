@@ -24,6 +24,7 @@ from lipcert.bounds import check_weights
 from lipcert.certifier.anchored import cut_of
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import check_rebuilds, weights_hash
+from lipcert.inputs.batches import batches
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model, check_eps, checked, outside_inference_mode
@@ -494,21 +495,10 @@ class _Run:
         )
 
     def _checked(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in self.loader:
-            if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(b, Tensor) for b in batch):
+        for images, labels in batches(self.loader, self.model, self.classes):
+            if labels is None:
                 raise InputError("the loader must give pairs of tensors, images and their labels")
-            images, labels = batch
-            self.model.check_images(images)
-            if labels.shape != images.shape[:1] or labels.is_floating_point():
-                raise InputError(
-                    f"labels must be whole numbers of shape ({len(images)},), "
-                    f"got {labels.dtype} of {tuple(labels.shape)}"
-                )
-            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
-                raise InputError(
-                    f"labels must be from 0 to {self.classes - 1}, got {int(labels.min())} to {int(labels.max())}"
-                )
-            yield images.to(self.model.device, self.model.dtype), labels.to(self.model.device).long()
+            yield images.to(self.model.device, self.model.dtype), labels.to(self.model.device)
 
     def state(self) -> dict[str, Any]:
         """The state from which an interrupted run can resume."""
