@@ -1,7 +1,6 @@
 """Faults around a run: disk, memory, signals; what was written stays valid, and the same command continues."""
 
 import errno
-import io
 import json
 import os
 import random
@@ -65,38 +64,21 @@ def goes_on(whole) -> None:
     assert json.loads(Path("r.summary.json").read_text())["complete"] is True
 
 
-class Full(io.TextIOBase):
-    """A file on a disk that takes so many characters more."""
-
-    def __init__(self, file, space):
-        self.file, self.space = file, space
-
-    def write(self, text):
-        taken = text[: self.space]
-        self.file.write(taken)
-        self.file.flush()
-        self.space -= len(taken)
-        if len(taken) < len(text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return len(text)
-
-    def flush(self):
-        self.file.flush()
-
-    def close(self):
-        self.file.close()
-
-
 @pytest.mark.parametrize("space", [0, 1, 700, 2000])
 def test_a_disk_that_fills_up(whole, monkeypatch, space):
-    opened = Path.open
+    write, left = os.write, [space]
 
-    def limited(path, mode="r", *arguments, **named):
-        file = opened(path, mode, *arguments, **named)
-        return Full(file, space) if mode == "a" and path.name == "r.jsonl" else file
+    def limited(handle, content):
+        if os.fstat(handle).st_ino != Path("r.jsonl").stat().st_ino:
+            return write(handle, content)
+        taken = write(handle, content[: left[0]])
+        left[0] -= taken
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", limited)
+        patched.setattr(os, "write", limited)
         result = run("--out", "r.jsonl", code=2)
     assert "No space left" in result.stderr
     assert "r.jsonl" in result.stderr
@@ -148,11 +130,15 @@ def test_a_place_that_cannot_be_written(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
+    opened = os.open
+
     def refuse(path, *arguments, **named):
-        raise denied
+        if place == "folder" or Path(path).name == "r.jsonl":
+            raise denied
+        return opened(path, *arguments, **named)
 
     with monkeypatch.context() as patched:  # the superuser may write anywhere, so modes would prove nothing
-        patched.setattr(Path, "open" if place == "file" else "write_text", refuse)
+        patched.setattr(*((os, "open") if place == "file" else (Path, "write_text")), refuse)
         result = run("--out", "r.jsonl", code=2)
     assert f"cannot write r.{'jsonl' if place == 'file' else 'summary.json'}" in result.stderr
     assert "Permission denied" in result.stderr

@@ -191,9 +191,19 @@ def test_rows_of_another_run_are_left_alone(tmp_path, key):
     path = written(tmp_path / "r.jsonl", range(2))
     before = path.read_bytes()
     with pytest.raises(InputError, match=f"a run with another .*{key}.*--out"):
-        ResultFile(path, {**RUN, key: "other"})
+        ResultFile(path, {**RUN, key: {"labelled": False} if key == "data" else "other"})
     assert path.read_bytes() == before
     ResultFile(path, {**RUN, "eps_typed": "10/100"}).__exit__(None)
+
+
+def test_a_file_has_one_writer_and_a_summary_of_its_own(tmp_path):
+    with ResultFile(tmp_path / "run.v1.jsonl", RUN):
+        with pytest.raises(InputError, match="another process is writing .*run.v1.jsonl"):
+            ResultFile(tmp_path / "run.v1.jsonl", RUN)
+        with ResultFile(tmp_path / "run.v2.jsonl", RUN) as other:
+            assert other.summary_path.name == "run.v2.summary.json"
+    with pytest.raises(InputError, match="run.v1 cannot hold the rows; .* ends in .jsonl"):
+        ResultFile(tmp_path / "run.v1", RUN)
 
 
 def test_rows_of_other_versions_and_preprocessing_are_left_alone(tmp_path):

@@ -338,8 +338,8 @@ def test_rows_that_an_attack_cut_short_stand(results):
     assert "the results of autoattack-l2 are not recomputed" in result.stderr
 
 
-def folder_of_images(name, shift=0):
-    for index in range(3):
+def folder_of_images(name, shift=0, count=3):
+    for index in range(count):
         path = Path(name) / f"{index % 2}" / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = [(37 * index + 11 * i + shift) % 256 for i in range(64)]
@@ -365,14 +365,33 @@ def test_images_that_have_changed(tmp_path, monkeypatch):
     folder_of_images("images", shift=1)
     before = Path("r.jsonl").read_bytes(), Path("r.summary.json").read_bytes()
     refused = run(*command, code=2).stderr.splitlines()[-1]
-    assert (
-        refused == "lipcert: r.jsonl holds a row about another image 0/0.png than the data has now; give another --out"
-    )
+    assert refused == "lipcert: r.jsonl holds rows about other images than the data has now (3); give another --out"
     assert (Path("r.jsonl").read_bytes(), Path("r.summary.json").read_bytes()) == before
     result = run("verify", "bundled", "r.jsonl", code=1)
     assert result.stderr.count("it is another image than the one that was certified") == 3
-    Path("images/0/0.png").rename("images/0/1.png")
-    assert "other data" in run(*command, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "noise", [[], ["--method", "smoothing", "--sigma", "0.5", "--samples", "100", "--all-samples"]]
+)
+def test_images_that_are_gone_take_only_their_rows_along(tmp_path, monkeypatch, noise):
+    """Whatever is removed, however the folder is called: the others keep number, noise and place in the shuffle."""
+    monkeypatch.chdir(tmp_path)
+    folder_of_images("images", count=12)
+    command = ["certify", "--eps", EPS, *(noise or ["--method", "gloro"]), "--out", "r.jsonl", "bundled"]
+    run(*command, "--data", "images", "--limit", "6")
+    before = {row["file"]: row for row in map(json.loads, Path("r.jsonl").read_text().splitlines())}
+    first, second = [*before][:2]
+    unseen = next(file for i in range(12) if (file := f"{i % 2}/{i}.png") not in before)
+    for file in (first, second, unseen):
+        Path("images", file).unlink()
+    Path("images").rename("elsewhere")
+    with pytest.warns(UserWarning, match="2 images were removed or changed since"):
+        run(*command, "--data", "elsewhere", "--limit", "8")
+    after = {row["file"]: row for row in map(json.loads, Path("r.jsonl").read_text().splitlines())}
+    assert {file: row for file, row in before.items() if file not in (first, second)}.items() <= after.items()
+    assert len({row["index"] for row in after.values()}) == len(after) in (5, 6)
+    assert "6 of 6" in (text := run("verify", "bundled", "r.jsonl").stdout) or "5 of 5" in text
 
 
 def test_buffers_that_no_state_dict_holds(results):

@@ -5,6 +5,7 @@ The normalisation that timm's pipelines end with is left out here: it is stage 0
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import os
@@ -105,7 +106,8 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         lists: the files ``classes`` and ``labels`` that were given.
         class_names: names of classes by number, as far as the data set has them.
         order: positions in the whole data set, in the order of the run; None for a stream.
-        total: images in the whole data set; None for a stream.
+        total: images in the whole data set, with those of ``removed``; None for a stream.
+        removed: positions of images that the data set had before, ascending, see :meth:`leave_out`.
         limit: how many images the run looks at; None for all.
         stored: whether the images are stored as the network takes them, and not resized from files.
     """
@@ -124,6 +126,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.lists: dict[str, str] = {}
         self.class_names: dict[int, str] = {}
         self.total = total
+        self.removed: list[int] = []
         self.order = None if total is None else order_of(total, limit)
 
     @property
@@ -145,10 +148,32 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """Up to ``count`` images that the run leaves out: the next ones of its shuffle; None if there are none."""
         if self.total is None or self.limit is None or self.limit >= self.total:
             return None
-        indices = _shuffled(self.total)[self.limit : self.limit + count]
+        indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][:count]
         items = [self._read(index) for index in indices]
         labels = torch.tensor([label for _, label in items]) if self.labelled else None
         return Batch(tuple(indices), torch.stack([image for image, _ in items]), labels) if items else None
+
+    def leave_out(self, removed: Sequence[int]) -> None:
+        """Gives the images the positions that they had when the data set also had images at these positions."""
+        assert self.total is not None
+        self.total += len(removed) - len(self.removed)
+        self.removed = sorted(removed)
+        self.order = [index for index in order_of(self.total, self.limit) if index not in self.removed]
+
+    def singly(self, wanted: Collection[int]) -> Iterator[Batch]:
+        """These images one by one, whatever the limit; those that the data set does not have are left out."""
+        if self.total is None:
+            yield from self.batches(1, only=wanted)
+            return
+        for index in sorted({*wanted} - {*self.removed}):
+            if index < self.total:
+                image, label = self._read(index)
+                labels = None if label is None else torch.tensor([label])
+                yield Batch((index,), image[None], labels, (self.file(index),))
+
+    def _place(self, index: int) -> int:
+        """The place of an image among those that the data set has now."""
+        return index - bisect.bisect_right(self.removed, index)
 
     @property
     def digest(self) -> str | None:
@@ -373,7 +398,7 @@ class _IndexedImages(Images):
     def file(self, index: int) -> str | None:
         # Others than readers of files have no names, or read the whole image to tell one.
         named = hasattr(getattr(self.source, "reader", None), "samples")
-        return printable(Path(self.source.filename(index)).as_posix()) if named else None
+        return printable(Path(self.source.filename(self._place(index))).as_posix()) if named else None
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         image, label = self._decode(index)
@@ -384,9 +409,9 @@ class _IndexedImages(Images):
         reader = getattr(self.source, "reader", None)
         try:
             if reader is None:
-                image, label = self.source[index]
+                image, label = self.source[self._place(index)]
                 return self.transform(image), label
-            file, label = reader[index][:2]
+            file, label = reader[self._place(index)][:2]
             with file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about metadata, and palettes with transparency
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -407,7 +432,7 @@ class _IndexedImages(Images):
         for index in order[:: max(1, len(order) // count)][:count]:
             with contextlib.suppress(Exception), warnings.catch_warnings():  # decoding it says what is wrong with it
                 warnings.simplefilter("ignore")
-                file = reader[index][0]
+                file = reader[self._place(index)][0]
                 with file, Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
                     sizes.append(image.size)
         return sizes
@@ -415,7 +440,7 @@ class _IndexedImages(Images):
     def _name(self, index: int) -> str:
         if hasattr(self.source, "filename"):
             with contextlib.suppress(Exception):
-                name = printable(self.source.filename(index))
+                name = printable(self.source.filename(self._place(index)))
                 return name if os.path.basename(str(self.spec)) == name else f"{name} of {self.spec}"
         return f"number {index} of {self.spec}"
 

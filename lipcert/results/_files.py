@@ -1,22 +1,32 @@
 """Writes result files: rows as they are computed, the summary, and the files of shards.
 
-A stopped run continues after its last complete row. A file of another run is not changed. If several processes or
-machines share the work, each writes its own file, such as ``r.shard-1-of-2.jsonl``, until the rows are merged.
+A stopped run continues after its last complete row. A file of another run is not changed. Rows are about images, told
+by their content, and not about a path: data may move, and images may be removed, without loss of the other rows. If
+several processes or machines share the work, each writes its own file, such as ``r.shard-1-of-2.jsonl``, until the rows
+are merged.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lipcert.errors import InputError
+from lipcert.inputs.data import Images
 from lipcert.inputs.files import replacing
-from lipcert.results._reading import read_earlier, refuse_folder, summary_path
+from lipcert.results._reading import check_name, read_earlier, summary_path
 from lipcert.results._statistics import Tally
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def summary(description: Mapping[str, Any], tally: Tally, *, complete: bool) -> dict[str, Any]:
@@ -36,7 +46,7 @@ def shards_of(path: Path) -> list[Path]:
 
 
 class ResultFile:
-    """A result file that is being written; use it as a context manager.
+    """A result file that is being written; use it as a context manager. No other process can write it meanwhile.
 
     Attributes:
         path: the file of the rows.
@@ -45,59 +55,96 @@ class ResultFile:
         done: indices of the images that have a row.
     """
 
-    def __init__(self, path: str | os.PathLike[str], description: Mapping[str, Any]):
+    def __init__(self, path: str | os.PathLike[str], description: Mapping[str, Any], images: Images | None = None):
         """Opens a new file, or an earlier one of the same run, without its incomplete last row."""
         self.path = Path(path)
-        refuse_folder(self.path)
+        check_name(self.path)
         self.summary_path = summary_path(self.path)
         self.description = dict(description)
         self._unfinished = False  # whether the file is of an earlier, larger run that was stopped
-        if self.path == self.summary_path or (os.path.exists(self.path) and not os.path.isfile(self.path)):
-            raise InputError(f"{self.path} cannot hold the rows; give a file such as results.jsonl")
+        self._file = -1
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._open()
             earlier = read_earlier(self.path, self.description)
-            if earlier is not None and earlier.size < self.path.stat().st_size:
-                os.truncate(self.path, earlier.size)
+            rows = [] if earlier is None else earlier.rows
+            if earlier is not None and images is not None:
+                rows = _standing(rows, earlier.summary.get("data") or {}, images, self.path)
+                self.description["data"] = {**self.description["data"], "images": images.total}
+                self.description["data"] |= {"removed": images.removed} if images.removed else {}
+            if earlier is not None and (len(rows) < len(earlier) or earlier.size < self.path.stat().st_size):
+                with replacing(self.path) as partial:
+                    partial.write_bytes(b"".join(map(_line, rows)))
+                self._open()
             if earlier is not None and "limit" in self.description:  # keep rows of an earlier, larger run
                 limits: list[Any] = [summary.get("limit") for summary in (earlier.summary, self.description)]
                 widest = None if None in limits else max(limits)
                 self._unfinished = widest != self.description["limit"] and not earlier.summary.get("complete")
                 self.description["limit"] = widest
-            self.tally = Tally(earlier.rows if earlier else ())
+            self.tally = Tally(rows)
             self.done = {row["index"] for row in self.tally.rows}
-            self._file: IO[str] = self.path.open("a", encoding="utf-8")
             self._write_summary(complete=False)
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+            raise
 
     def __enter__(self) -> ResultFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._file.close()
-        self._write_summary(complete=kind is None and not self._unfinished)
+        try:
+            self._write_summary(complete=kind is None and not self._unfinished)
+        except InputError:
+            if kind is None:  # otherwise the first error says what is wrong
+                raise
+        finally:
+            self._close()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Writes one row and flushes it."""
+        """Writes one row, which another process can read at once."""
+        line = _line(row)
         try:
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            self._file.flush()
+            if os.write(self._file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            reason = error.strerror or error
-            raise InputError(f"cannot write {self.path}: {reason}; the rows before stay valid") from error
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror or error}; it keeps {len(self.tally)} rows, and the same "
+                "command continues from there"
+            ) from error
         self.tally.add(row)
         self.done.add(row["index"])
 
     def absorb(self, rows: Sequence[Mapping[str, Any]], order: Sequence[int] | None) -> None:
         """Appends rows of shards, in the order of the run."""
-        labels = {row["index"]: row.get("label") for row in self.tally.rows}
+        earlier = {row["index"]: row for row in self.tally.rows}
         for row in rows:
-            if labels.get(row["index"], row.get("label")) != row.get("label"):
-                raise InputError(f"{self.path} holds another label of image {row['index']}; give another file")
+            for name, what in (("image", "another image"), ("label", "another label of image")):
+                if earlier.get(row["index"], row).get(name) != row.get(name):
+                    raise InputError(f"{self.path} holds {what} {row['index']}; give another file")
         new = {row["index"]: row for row in rows if row["index"] not in self.done}
         for index in sorted(new) if order is None else [index for index in order if index in new]:
             self.append(new[index])
+
+    def _open(self) -> None:
+        """Opens the file for this process alone, where the file system has locks."""
+        self._close()
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            if fcntl is not None:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is writing {self.path}; wait for it, or give another file with --out"
+            ) from error
+        except OSError:  # no locks here
+            return
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def _write_summary(self, *, complete: bool) -> None:
         content = summary(self.description, self.tally, complete=complete)
@@ -105,5 +152,72 @@ class ResultFile:
             with replacing(self.summary_path) as partial:
                 partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
-            reason = error.strerror or error
-            raise InputError(f"cannot write {self.summary_path}: {reason}; the rows before stay valid") from error
+            raise InputError(
+                f"cannot write {self.summary_path}: {error.strerror or error}; the rows before stay valid"
+            ) from error
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(row, allow_nan=False)}\n".encode()
+
+
+def check_images(rows: Sequence[Mapping[str, Any]], images: Images, path: Path) -> list[int]:
+    """The indices of rows about images that have changed since, or that the data does not have."""
+    expected = {row["index"]: row for row in rows}
+    for batch in images.singly(expected.keys()) if expected else ():
+        row = expected[batch.indices[0]]
+        if row.get("image") != batch.hashes[0]:
+            continue
+        if row.get("label") != (None if batch.labels is None else int(batch.labels[0])):
+            name = batch.files[0] if batch.files and batch.files[0] else batch.indices[0]
+            raise InputError(f"{path} holds another label of image {name} than the data has now; give another --out")
+        del expected[batch.indices[0]]
+    return [*expected]
+
+
+def _standing(
+    rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images: Images, path: Path
+) -> list[Mapping[str, Any]]:
+    """The rows of an earlier start that are about the images of this run.
+
+    An image that was removed since leaves its number free, see :meth:`Images.leave_out`. Without this, the images after
+    it would have other numbers, and with them other noise and another place in the shuffle of ``--limit``."""
+    images.leave_out(_removed(rows, data, images)) if images.total is not None else None
+    gone = {*check_images(rows, images, path)}
+    if 2 * len(gone) > len(rows):
+        raise InputError(
+            f"{path} holds rows about other images than the data has now ({len(gone)}); give another --out"
+        )
+    if gone:
+        files = sorted(str(row.get("file") or row["index"]) for row in rows if row["index"] in gone)
+        warnings.warn(
+            f"{path}: {len(gone)} images were removed or changed since ({', '.join(files[:3])}"
+            f"{', …' if files[3:] else ''}); their rows are dropped, the others stand",
+            stacklevel=2,
+        )
+    return [row for row in rows if row["index"] not in gone]
+
+
+def _removed(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images: Images) -> list[int]:
+    """The numbers of the images that the data set had before and that are gone.
+
+    The names of the files with a row say how far each has moved. An image without a row may have had any number between
+    those of its neighbours, since nothing depends on it yet.
+    """
+    before = data.get("images")
+    total = images.total or 0
+    count = before - total if type(before) is int else 0
+    if not 0 < count < before or images.file(0) is None:
+        return []
+    places = {images.file(place): place for place in range(total)}
+    gone = {row["index"] for row in rows if row.get("file") not in places}
+    ends = [(row["index"], row["index"] - places[row["file"]]) for row in rows if row["index"] not in gone]
+    removed: list[int] = []
+    last = -1
+    for index, shift in [*sorted(ends), (before, count)]:
+        between = sorted(range(last + 1, index), key=lambda number: number not in gone)
+        if not 0 <= shift - len(removed) <= len(between):
+            return []  # the data set has new images, too
+        removed += between[: shift - len(removed)]
+        last = index
+    return removed

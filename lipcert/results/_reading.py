@@ -24,8 +24,9 @@ from lipcert.settings import METHODS, PUBLISHED, SMOOTHING, CertifySettings, noi
 
 # The entries of a summary that must agree before rows of two runs may share a file.
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
-_IDENTITY = ("model", "preprocessing", *_SETTINGS, "data", "lipcert")
+_IDENTITY = ("model", "preprocessing", *_SETTINGS, "lipcert")
 _VERSIONS = ("torch", "timm")
+ROWS = ".jsonl"  # the end of the name of every file of rows, so that no two files share a summary
 _LISTED = 4
 
 
@@ -236,8 +237,8 @@ _NO_RESULT = "row {} of {} is no result ({}); certify the images again, into ano
 
 
 def summary_path(path: Path) -> Path:
-    """The path of the summary of a result file."""
-    return path.with_suffix(".summary.json")
+    """The path of the summary of a result file: ``r.summary.json`` for ``r.jsonl``."""
+    return path.with_name(f"{path.name.removesuffix(ROWS)}.summary.json")
 
 
 def read_run(path: Path) -> Run:
@@ -275,15 +276,17 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     return runs
 
 
-def refuse_folder(path: Path) -> None:
-    """Raises InputError for a folder in place of a file for rows."""
+def check_name(path: Path) -> None:
+    """Raises InputError for a path that cannot hold rows."""
     if path.is_dir():
         raise InputError(f"{path} is a folder; give a file in it, such as {path / 'r.jsonl'}")
+    if path.suffix != ROWS or (os.path.exists(path) and not path.is_file()):
+        raise InputError(f"{path} cannot hold the rows; give a file whose name ends in {ROWS}, such as results{ROWS}")
 
 
 def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     """The rows that an earlier start of the same run left in a file; None if there is no file or it is empty."""
-    refuse_folder(path)
+    check_name(path)
     if not os.path.exists(path) or not path.stat().st_size:
         return None
     if not os.path.exists(summary_path(path)):
@@ -292,6 +295,8 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     # Convert to JSON and back like the earlier description, which turns tuples into lists.
     current = json.loads(json.dumps(dict(description)))
     different = [key for key in _IDENTITY if earlier.get(key) != current.get(key)]
+    labelled = [(summary.get("data") or {}).get("labelled") for summary in (earlier, current)]
+    different += ["kind of data: one with labels, one without"] if labelled[0] != labelled[1] else []
     before, now = (summary.get("environment") or {} for summary in (earlier, current))
     different += [key for key in _VERSIONS if before.get(key) != now.get(key)]
     if not same_logits(earlier.get("example_logits"), current.get("example_logits")):

@@ -43,6 +43,7 @@ def describe(
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
             "images": images.total,
+            **({"removed": images.removed} if images.removed else {}),
             "labelled": images.labelled,
             "digest": images.digest,
             **({} if images.split is None else {"split": images.split}),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lipcert.errors import BrokenCertificate, InputError, Interrupted
 from lipcert.inputs.data import Batch, Images
 from lipcert.inputs.processes import Processes
-from lipcert.results._files import ResultFile, shard_path, shards_of
+from lipcert.results._files import ResultFile, check_images, shard_path, shards_of
 from lipcert.results._reading import read_rows, summary_path
 from lipcert.results._rows import rows
 from lipcert.results._statistics import Tally
@@ -132,14 +132,14 @@ def certify_to_file(
     Each part of a run writes its own file. A run in one part first absorbs the rows of shard files in the same folder.
     Processes of torchrun merge their rows at the end, in the order of the data set.
     """
-    if not out.name:
-        raise InputError(f"{out} cannot hold the rows; give a file such as results.jsonl")
     processes = processes or Processes()
     shard = shard_path(out, part, parts)
-    elsewhere = [row for path in (out, *shards_of(out)) if path != shard for row in read_rows(path, description)]
-    # The process that merges the rows compares those of other shards with the images.
-    _check_images([*read_rows(shard, description), *(elsewhere if parts == 1 or processes.first else ())], images, out)
-    with ResultFile(shard, description) as file:
+    with ResultFile(shard, description, images if parts == 1 else None) as file:
+        elsewhere = [row for path in (out, *shards_of(out)) if path != shard for row in read_rows(path, description)]
+        # The process that merges the rows compares those of other shards with the images.
+        compared = [*([] if parts == 1 else file.tally.rows), *(elsewhere if parts == 1 or processes.first else ())]
+        if changed := check_images(compared, images, out):
+            raise InputError(f"{out} has parts with rows about other images ({len(changed)}); give another --out")
         if parts == 1:
             file.absorb(elsewhere, images.order)
         finished = processes.gather({*file.done, *(row["index"] for row in elsewhere)})
@@ -167,25 +167,6 @@ def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: 
         write(row)
         if progress is not None:
             progress(count, run.length)
-
-
-def _check_images(rows: Sequence[Mapping[str, Any]], images: Images, out: Path) -> None:
-    """Refuses to continue if an image or its label has changed since its row was written, or is none of this run."""
-    remaining = {row["index"]: row for row in rows}
-    if not remaining:
-        return
-    for batch in images.batches(1, only=remaining.keys()):
-        row = remaining.pop(batch.indices[0])
-        name = batch.files[0] if batch.files and batch.files[0] else batch.indices[0]
-        if row.get("image") != batch.hashes[0]:
-            raise InputError(f"{out} holds a row about another image {name} than the data has now; give another --out")
-        if row.get("label") != (None if batch.labels is None else int(batch.labels[0])):
-            raise InputError(f"{out} holds another label of image {name} than the data has now; give another --out")
-        if not remaining:
-            return
-    raise InputError(
-        f"{out} has rows of images that this run leaves out ({len(remaining)}); give another --out or --limit"
-    )
 
 
 def _put_together(

@@ -75,6 +75,14 @@ def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:
     return [run.rows[i] for i in sorted(random.Random(0).sample(range(len(run)), count))]
 
 
+def _removed_of(run: Run) -> list[int]:
+    """The numbers of the images that were removed during the run."""
+    removed = run.summary.get("data", {}).get("removed") or []
+    if not (isinstance(removed, list) and all(type(i) is int and i >= 0 for i in removed)):
+        raise InputError(f"{run.path} says which images were removed by other than their numbers")
+    return sorted({*removed})
+
+
 def attack_of(run: Run) -> Attack | None:
     """The attack of a run if its result can be recomputed; otherwise None."""
     attack = run.summary.get("attack")
@@ -102,6 +110,8 @@ def verify(
     """
     check_model(run, model)
     summary = run.summary
+    if images.total is not None and (removed := _removed_of(run)):
+        images.leave_out(removed)
     selected = {row["index"]: row for row in sample(run, count)}
     attack = attack_of(run)
     settings = run.settings(attack)
@@ -153,7 +163,11 @@ def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, selecte
         yield from images.batches(certifier.together, only=selected)
         return
     limit = run.summary.get("limit")
-    order = order_of(images.total, limit if type(limit) is int and limit > 0 else None)
+    order = [
+        i
+        for i in order_of(images.total, limit if type(limit) is int and limit > 0 else None)
+        if i not in images.removed
+    ]
     blocks = [block for block in blocks_of(order, certifier.together) if not {*block}.isdisjoint(selected)]
     for block in [*blocks, *([index] for index in {*selected} - {*order})]:
         yield from images.batches(len(block), only=frozenset(block))
@@ -187,7 +201,7 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
         more = next(images.batches(1, only=range(len(indices), sys.maxsize)), None) is not None
         expected = {*range(min(len(indices) + more, limit or sys.maxsize))}
     else:
-        expected = {*order_of(images.total, limit)}
+        expected = {*order_of(images.total, limit)} - {*images.removed}
         if beyond := indices - {*range(images.total)}:
             raise InputError(f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images")
     if indices != expected:
