@@ -6,8 +6,8 @@
 
 - ``coverage``: 2,000 half-spaces, whose smoothed classifier and its radius are known, at distances of 0.6 to 1.4 ε. How
   many of the radii are larger than the truth, for a fixed number of samples and for the confidence sequence.
-- ``bundled``: the bundled network at ε = 36/255: the samples that verdicts take, and certified accuracy, with the
-  noise on pixels, and at the output of ``patch_embed`` (``--smooth-at``) with several σ.
+- ``bundled``: the bundled network at ε = 36/255: the samples that verdicts take, and certified accuracy, with
+  several σ.
 - ``soft``: the same network and draws, counted as votes, and as soft outputs with their variance taken as known, which
   is the most that a Lipschitz constant can say of it (Delattre et al. 2024).
 - ``vit``: vit_tiny_patch16_224 with random weights at 224 pixels: noisy images per second and images certified per
@@ -86,8 +86,6 @@ def bundled(args: argparse.Namespace) -> dict[str, Any]:
     model = lipcert.load(None)
     (batch,) = open_images(None, model).batches(1000)
     found = {f"sigma {sigma}": _verdicts(model, batch, sigma, 20_000) for sigma in (0.12, 0.25)}
-    for sigma in (0.3, 0.6, 1.2):
-        found[f"sigma {sigma} at patch_embed"] = _verdicts(model, batch, sigma, 20_000, smooth_at="patch_embed")
     return found
 
 

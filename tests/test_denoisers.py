@@ -172,7 +172,6 @@ def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
         (("--sigma", "0", "--denoiser", "dct"), "needs a positive sigma, such as 0.25, or auto, got 0"),
         (("--sigma", "auto"), "needs images outside the run"),
         (("--sigma", "auto", "--limit", "{most}"), "at least 8, and there are 3; certify fewer with --limit"),
-        (("--sigma", "auto", "--limit", "4", "--smooth-at", "patch_embed"), "auto is for noise on the pixels"),
         (("--sigma", "aut"), "needs a positive sigma, such as 0.25, or auto, got aut"),
     ],
 )

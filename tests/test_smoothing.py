@@ -21,7 +21,6 @@ import lipcert
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import buffers_hash, weights_hash
-from lipcert.results import read_run
 from lipcert.smoothing import Denoised, Smoothing, _noise, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
 from lipcert.smoothing._normal import cdf, needed
@@ -511,106 +510,6 @@ def test_training_under_noise_makes_certificates_of_the_smoothed_classifier() ->
 def test_training_that_cannot_be_done(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         lipcert.finetune(lipcert.load(None), [], **settings)
-
-
-class Stretched(nn.Module):
-    """The half-space behind a linear map of norm 3: the noise of σ = 0.75 behind it is that of σ = 0.25 before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4, bias=False)
-        self.first.weight.data = 3 * torch.eye(4)
-        self.last = HalfSpace()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x.flatten(1)))
-
-
-def test_noise_inside_the_network_gives_radii_of_pixels() -> None:
-    images = at_distances(torch.tensor([0.2, 0.4]))
-    model = wrapped(Stretched())
-    settings: dict[str, Any] = {"samples": 1000, "all_samples": True}
-    inside = Smoothing(model, EPS, sigma=0.75, smooth_at="first", **settings).run(images)
-    pixels = Smoothing(model, EPS, sigma=0.25, **settings).run(images)
-    assert torch.equal(inside.count, pixels.count)
-    torch.testing.assert_close(inside.radius, pixels.radius, rtol=1e-4, atol=0)
-    assert (inside.radius <= torch.tensor([0.2, 0.4])).all()
-    assert inside.holds_for == "smoothed(0.75 at first)"
-
-
-@pytest.mark.parametrize("sigma", [0.3, 1.0])
-def test_radii_of_noise_inside_a_nonlinear_network_withstand_attacks(sigma: float) -> None:
-    """At a certified radius, steps along the gradient of the mean logits do not change the class that is drawn most."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3))
-    model, images = wrapped(net, (1, 4, 4)), torch.rand(6, 1, 4, 4)
-    smoothing = Smoothing(model, 0.01, sigma=sigma, samples=4000, all_samples=True, smooth_at="1")
-    found = smoothing.run(images)
-    assert (found.radius > 0).any()
-    for image, label, reach in zip(images, found.predicted, found.radius.tolist(), strict=True):
-        moved = image.clone()[None].requires_grad_()
-        noise = sigma * normal(9, 0, range(2000), (12,))
-        for _ in range(10 if reach else 0):
-            logits = net[3](net[2](net[1](moved.flatten(1)) + noise)).mean(0)
-            (slope,) = torch.autograd.grad(
-                logits[label] - logits.masked_fill(torch.arange(3) == label, -9).amax(), moved
-            )
-            step = moved - reach * slope / slope.norm() - image
-            moved = (image + step * min(1.0, 0.999 * reach / step.norm().item())).detach().requires_grad_()
-        votes = net[3](net[2](net[1](moved.flatten(1)) + noise)).argmax(1).bincount(minlength=3)
-        assert not reach or votes.argmax() == label
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [("nothing", "there is no module"), ("", "there is no module"), ("blocks.0.attn", "in other ways")],
-)
-def test_places_where_noise_cannot_be_added(path: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Smoothing(lipcert.load(None), EPS, sigma=0.25, smooth_at=path)
-
-
-@pytest.mark.parametrize("all_samples", [False, True])
-def test_noise_behind_layers_without_a_bound_certifies_nothing(tmp_path: Path, all_samples: bool) -> None:
-    """As bounds of the network do where K is infinite; no draws are spent but those that select the class."""
-
-    class Root(HalfSpace):
-        def __init__(self) -> None:
-            super().__init__()
-            self.root = Sqrt()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.root(x))
-
-    class Sqrt(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.sqrt()
-
-    model = wrapped(Root())
-    settings: dict[str, Any] = {"sigma": 0.25, "smooth_at": "root", "samples": 1000, "all_samples": all_samples}
-    images = torch.rand(3, *model.input_size, generator=torch.Generator().manual_seed(0))
-    result = lipcert.certify(model, images, eps=0.1, method="smoothing", **settings)
-    assert result.radius.tolist() == [0.0] * 3
-    assert not result.certified.any()
-    assert result.samples.tolist() == [0] * 3
-    assert "take an earlier module" in Smoothing(model, 0.1, **settings).notes["smooth_at"]
-    run = read_run(result.save(tmp_path / "r.jsonl"))
-    assert not list(run.contradictions())
-    assert all(row["abstained"] for row in run.rows)
-
-
-def test_an_identity_beside_a_way_around_it_is_no_place_for_noise() -> None:
-    class Around(HalfSpace):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.ReLU(), nn.Identity())
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * 2
-            return super().forward(self.inner(x) + x)
-
-    with pytest.raises(InputError, match="in other ways"):
-        Smoothing(wrapped(Around()), EPS, sigma=0.25, smooth_at="inner")
 
 
 DENOISER = """

@@ -70,10 +70,8 @@ def about(run: Run) -> str:
     """What the certificates are valid for."""
     dtype = str(run.summary.get("dtype", "unknown"))
     if run.smoothed:
-        place = run.noise.get("smooth_at")
         network = "" if dtype == "real" else f", sampled in {dtype}"
-        where = f" at {place}" if place else ""
-        return f"the smoothed classifier, σ = {run.noise['sigma']:g}{where}{network}; not the network itself"
+        return f"the smoothed classifier, σ = {run.noise['sigma']:g}{network}; not the network itself"
     place = f", and perturbations of {run.perturbed}, not of the pixels" if run.inside else ""
     return f"exact arithmetic{place}" if dtype == "real" else f"a forward pass in {dtype}"
 

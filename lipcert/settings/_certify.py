@@ -47,7 +47,6 @@ class CertifyOptions(TypedDict, total=False):
     alpha: float
     all_samples: bool
     seed: int
-    smooth_at: str | None
     delta: float
     further_eps: Sequence[float | str]
     attack: Literal["pgd", "pgd-100", "autoattack"] | Attack | None
@@ -79,16 +78,13 @@ class CertifySettings:
         delta: failure probability, per image, of a probabilistic certificate.
         sigma: σ, the standard deviation of the noise at each pixel; a number, or its text. Required by method
             ``"smoothing"``; ``"auto"`` leaves the choice to :func:`lipcert.smoothing.choose_sigma`. This field and the
-            following ones, up to ``smooth_at``, belong to that method.
+            following ones, up to ``seed``, belong to that method.
         samples: maximum number of noise draws that are counted per image.
         alpha: α, the largest probability with which the radius of an image is too large.
         all_samples: whether to count all samples of every image and to bound the probability of its class by Clopper
             and Pearson, for the largest radius. Otherwise drawing stops as soon as a confidence sequence decides the
             verdict at ε.
         seed: seed of the noise, from 0 to 2⁶⁴ − 1. Choose it before looking at results.
-        smooth_at: None for noise on the pixels; or the path of a module, such as ``"blocks.0"``, whose output gets the
-            noise. The radius there is divided by the Lipschitz constant of the layers before, so ε and radii still
-            refer to pixels. The network needs rules for this.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for no attack. Every certificate is tested against
             the attack. Staged certification computes only the global methods for images that the attack breaks within
             ε.
@@ -134,12 +130,6 @@ class CertifySettings:
         group=_NOISE,
     )
     seed: int = option("Seed of the noise.", 0, typed=int, group=_NOISE)
-    smooth_at: str | None = option(
-        "Add the noise to the output of a module, such as blocks.0; radii still refer to pixels.",
-        None,
-        typed=str | None,
-        group=_NOISE,
-    )
     time: float = option(
         "Staged: skip methods with an estimated CPU time per image above this many seconds.",
         100.0,
@@ -205,8 +195,6 @@ class CertifySettings:
             raise InputError(
                 f"{setting} is not for method {SMOOTHING}, which certifies the smoothed classifier by sampling"
             )
-        if self.sigma == AUTO and self.smooth_at is not None:
-            raise InputError(f"sigma {AUTO} is for noise on the pixels; with smooth_at give sigma a number")
         if self.sigma != AUTO:
             object.__setattr__(self, "sigma", self._positive_sigma())
         if self.further_eps:

@@ -23,7 +23,6 @@ class SmoothedCertificates(Certificates):
         sigma: σ, the standard deviation of the noise at each pixel.
         alpha: α, the largest probability with which each radius is too large.
         seed: seed of the noise.
-        place: path of the module whose output is noisy; None for the pixels.
         count: number of draws of the predicted class, int64, shape (N,).
         samples: number of counted draws, int64, shape (N,).
         selected: number of further draws that selected the class, int64, shape (N,).
@@ -32,7 +31,6 @@ class SmoothedCertificates(Certificates):
     sigma: float = 0.0
     alpha: float = 0.0
     seed: int = 0
-    place: str | None = None
     count: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     selected: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -45,7 +43,7 @@ class SmoothedCertificates(Certificates):
     @property
     def holds_for(self) -> str:
         """The certified function, such as ``smoothed(0.25)``."""
-        return f"smoothed({self.sigma:g}{f' at {self.place}' if self.place else ''})"
+        return f"smoothed({self.sigma:g})"
 
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""

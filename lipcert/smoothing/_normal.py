@@ -59,22 +59,22 @@ def quantile(p: float) -> float:
     return guess
 
 
-def radius(p: float, sigma: float, stretch: float = 1.0) -> float:
-    """The radius σ Φ⁻¹(p)/K within which a class of probability at least p under noise stays the likeliest, rounded
+def radius(p: float, sigma: float) -> float:
+    """The radius σ Φ⁻¹(p) within which a class of probability at least p under noise stays the likeliest, rounded
     down.
 
     Source: Cohen, Rosenfeld and Kolter, ICML 2019, theorem 1 with the other classes together at most 1 − p. The class
         is the smoothed classifier's for every image whose ℓ2 distance is smaller than this.
     """
-    product = DOWN.divide(DOWN.multiply(Decimal(quantile(p)), Decimal(sigma)), Decimal(stretch))
+    product = DOWN.multiply(Decimal(quantile(p)), Decimal(sigma))
     nearest = float(product)
     return nearest if Decimal(nearest) <= product else math.nextafter(nearest, 0.0)
 
 
-def needed(eps: float, sigma: float, stretch: float = 1.0) -> float:
+def needed(eps: float, sigma: float) -> float:
     """A probability p with ``radius(p, sigma) > eps``, within a few roundings of the smallest; 1 if there is none."""
-    p = float(cdf(UP.divide(UP.multiply(Decimal(eps), Decimal(stretch)), Decimal(sigma))))
+    p = float(cdf(UP.divide(Decimal(eps), Decimal(sigma))))
     step = 2.0**-52
-    while p < 1 and not radius(p, sigma, stretch) > eps:
+    while p < 1 and not radius(p, sigma) > eps:
         p, step = min(1.0, p + step), 2 * step
     return p

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -25,7 +24,6 @@ from lipcert.numerics import is_out_of_memory, random_states, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._noise import normal
-from lipcert.smoothing._prefix import Prefix
 from lipcert.smoothing._votes import Plan, Votes
 
 if TYPE_CHECKING:
@@ -52,8 +50,6 @@ Requests = Sequence[tuple[Tensor, int, range]]
 class Smoothing:
     """Certificates for the smoothed classifier of a network: g(x) = the class it gives most often at x + N(0, σ²I).
 
-    With ``smooth_at`` the noise is added inside the network, see :class:`lipcert.smoothing._prefix.Prefix`.
-
     Any module is accepted: the network is not captured, and no operation needs a rule. For each image the first draws
     select a class. Further draws give a lower bound on the probability of that class, and the radius is σ Φ⁻¹ of the
     bound: g is the same at every image closer than that. The noise is a function of seed, image and draw
@@ -70,7 +66,7 @@ class Smoothing:
         batch: number of draws computed at once; None chooses it by device.
         memory: bytes for these draws, or a text such as ``"8GB"``, by an estimate; None for no limit.
         **settings: the other fields of :class:`lipcert.certifier.CertifySettings`: ``sigma``, which is required,
-            ``samples``, ``alpha``, ``all_samples``, ``seed``, ``smooth_at`` and ``dtype``, the type in which the
+            ``samples``, ``alpha``, ``all_samples``, ``seed`` and ``dtype``, the type in which the
             network and its denoiser run; ``"real"`` means the type of its weights. Noise is drawn and added in float32.
 
     Raises:
@@ -114,14 +110,7 @@ class Smoothing:
         _check_network(self.model)
         self.format = _fastest_format(self.model)
         self.model = self.model.to(memory_format=self.format)
-        self.prefix = None if eps.smooth_at is None else Prefix(self.model, eps.smooth_at)
-        if self.prefix is not None:
-            self.plan = replace(self.plan, stretch=self.prefix.constant)
-            self.notes["smooth_at"] = f"the Lipschitz constant up to there is {self.prefix.constant:.4g}" + (
-                ", so no image has a radius above 0; take an earlier module" if self.plan.hopeless else ""
-            )
-        if not self.plan.hopeless:
-            _check_reach(self.plan)
+        _check_reach(self.plan)
         if eps.dtype != "real":
             self.model = self.model.to(getattr(torch, eps.dtype))
         self.dtype = str(self.model.dtype).removeprefix("torch.")
@@ -199,7 +188,6 @@ class Smoothing:
             sigma=self.plan.sigma,
             alpha=self.plan.alpha,
             seed=self.settings.seed,
-            place=self.settings.smooth_at,
             count=torch.tensor([v.count for v in votes], dtype=torch.int64),
             samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
@@ -209,32 +197,25 @@ class Smoothing:
         """The class of each draw, -1 if a logit is NaN: one array per image."""
         per_image: list[list[NDArray[np.int64]]] = [[] for _ in requests]
         for pieces in _packed([draws for _, _, draws in requests], self.batch):
-            noise = [self._noise(requests[i][1], draws) for i, draws in pieces]
-            images = [requests[i][0].expand(len(draws), *requests[i][0].shape) for i, draws in pieces]
-            if self.prefix is None:
-                noisy = _together([drawn.add_(image) for drawn, image in zip(noise, images, strict=True)])
-                classes = self._predict(noisy).cpu()
-            else:
-                classes = self._predict(_together(images), _together(noise)).cpu()
+            noisy = [self._noise(requests[i][1], draws).add_(requests[i][0]) for i, draws in pieces]
+            classes = self._predict(_together(noisy)).cpu()
             for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
                 per_image[i].append(part.numpy())
         return [np.concatenate(parts) for parts in per_image]
 
     def _noise(self, index: int, draws: range) -> Tensor:
-        shape = self.model.input_size if self.prefix is None else self.prefix.shape
-        return normal(self.settings.seed, index, draws, shape, self.model.device).mul_(self.plan.sigma)
+        return normal(self.settings.seed, index, draws, self.model.input_size, self.model.device).mul_(self.plan.sigma)
 
-    def _predict(self, images: Tensor, inside: Tensor | None = None) -> Tensor:
-        """Classes of images, also with noise inside the network; in parts if memory runs out; -1 if a logit is NaN."""
+    def _predict(self, images: Tensor) -> Tensor:
+        """Classes of images; in parts if memory runs out; -1 if a logit is NaN."""
         try:
-            logits = self._logits(images, inside)
+            logits = self._logits(images)
             if len(images) not in self._sizes:
                 self._sizes.add(len(images))
                 # Draws are independent only if the logits of each do not depend on the others.
                 for place in sorted({0, len(images) // 2, len(images) - 1}):
                     one = slice(place, place + 1)
-                    alone = self._logits(images[one], None if inside is None else inside[one])
-                    if not _same(logits[one], alone, _tolerance(self.model, logits)):
+                    if not _same(logits[one], self._logits(images[one]), _tolerance(self.model, logits)):
                         raise InputError(_DEPENDS)
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
@@ -246,13 +227,10 @@ class Smoothing:
                 raise InputError(f"memory does not hold the network's forward pass: {first_line(error)}") from error
         half = (len(images) + 1) // 2
         self.batch = min(self.batch, half)
-        parts = (slice(None, half), slice(half, None))
-        return torch.cat([self._predict(images[part], None if inside is None else inside[part]) for part in parts])
+        return torch.cat([self._predict(part) for part in (images[:half], images[half:])])
 
-    def _logits(self, images: Tensor, inside: Tensor | None) -> Tensor:
-        pixels = images.to(self.model.dtype, memory_format=self.format)
-        logits: Tensor = self.model(pixels) if self.prefix is None else self.prefix.under(cast(Tensor, inside), pixels)
-        return logits
+    def _logits(self, images: Tensor) -> Tensor:
+        return cast(Tensor, self.model(images.to(self.model.dtype, memory_format=self.format)))
 
 
 def _bytes_of_a_draw(model: Model) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +33,6 @@ class Plan:
         alpha: α, the largest probability with which a radius is too large.
         all_samples: whether to count all samples, for the largest radius; otherwise only as many as the verdict at ε
             needs.
-        stretch: a Lipschitz constant of the layers before the noise.
         threshold: a probability with which a class is certified at ε; 1 if there is none.
     """
 
@@ -43,16 +41,10 @@ class Plan:
     samples: int
     alpha: float
     all_samples: bool
-    stretch: float = 1.0
     threshold: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", needed(self.eps, self.sigma, self.stretch))
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether no draws give a radius above 0, since nothing bounds the layers before the noise."""
-        return self.stretch == math.inf
+        object.__setattr__(self, "threshold", needed(self.eps, self.sigma))
 
     def radius(self, count: int, samples: int) -> float:
         """The radius of a class with ``count`` of ``samples`` draws; with ``all_samples``, 0 for an incomplete number.
@@ -67,7 +59,7 @@ class Plan:
             bound = robbins(count, samples, self.alpha, start)
         else:
             bound = 0.0
-        return radius(bound, self.sigma, self.stretch)
+        return radius(bound, self.sigma)
 
     def decides(self, count: int, samples: int) -> bool:
         """Whether the confidence sequence excludes the threshold, so that the verdict at ε is known."""
@@ -114,7 +106,7 @@ class Votes:
             return
         self.chosen = self.predicted = int(self._won.argmax())
         if self._claimed is None:
-            self._want(0 if plan.hopeless else plan.samples if plan.all_samples else _STEP)
+            self._want(plan.samples if plan.all_samples else _STEP)
         else:
             self.predicted, samples = self._claimed
             self._want(samples)
