@@ -178,7 +178,7 @@ def test_a_user_who_interrupts_while_a_row_is_written(whole, monkeypatch):
         patched.setattr(progress, "rows", interrupted)
         result = CliRunner().invoke(app, [*SETTINGS, "--out", "r.jsonl"])
     assert "Traceback" not in result.output
-    assert len(rows()) == 11
+    assert len(rows()) == 13
     goes_on(whole)
 
 

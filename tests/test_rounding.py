@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -295,7 +296,7 @@ def test_fused_attention_is_its_written_out_form() -> None:
     for name in DTYPES:
         bound = Roundoff(model, name)
         images = torch.rand(4, 6, 8, 8, generator=torch.Generator().manual_seed(3)).to(DTYPES[name]).double()
-        errors = bound._errors(images, torch.zeros(4).double())[0][bound.graph.output]
+        errors = bound.at(images, torch.zeros(4)).errors[bound.graph.output]
         exact = model(images)
         for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
             with sdpa_kernel(backend), torch.no_grad():
@@ -449,7 +450,8 @@ def test_errors_at_the_input_of_a_residual_block_count_with_the_norm_of_the_sum(
     model, images = residual_net(), torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     bound, zero = Roundoff(model, format), torch.zeros(2).double()
     assert len(bound.gains.residuals) == 4
-    errors, local = bound._errors(images, zero)
+    at = bound.at(images, zero)
+    errors, local = at.errors, at.local
     for v, (u, w) in bound.gains.residuals.items():
         assert v.operands == (u, w)
         assert w.operands == (u,)
@@ -461,6 +463,63 @@ def test_errors_at_the_input_of_a_residual_block_count_with_the_norm_of_the_sum(
     tau = bound.margins(images, torch.zeros(2).long(), zero)
     bound.gains.residuals = {}
     assert (2 * tau[:, 1:] < bound.margins(images, torch.zeros(2).long(), zero)[:, 1:]).all()
+
+
+def corners(count: int, *size: int) -> Tensor:
+    """Images of zeros, of ones, of both at random, and of noise."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.rand(count, *size, generator=generator, dtype=torch.float64)
+    return torch.cat([torch.zeros_like(noise[:1]), torch.ones_like(noise[:1]), noise.round(), noise])
+
+
+def smooth_net() -> Model:
+    torch.manual_seed(6)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1), norm_layer(nn.BatchNorm2d(8)).float(), nn.GELU(), nn.AvgPool2d(2), MaxMin(),
+        nn.Conv2d(8, 4, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3),
+    ]  # fmt: skip
+    return wrapped(nn.Sequential(*layers), (3, 8, 8))
+
+
+@pytest.mark.parametrize("network", [residual_net, smooth_net])
+@pytest.mark.parametrize("format", ["float32", REAL], ids=["float32", "real"])
+def test_what_rounding_takes_over_the_box_covers_every_image(network: Callable[[], Model], format: Any) -> None:
+    """The error of each operation, and of each value, is at most that over the box, at the extremes of the box too."""
+    model = network()
+    bound, images = Roundoff(model, format), corners(16, 3, 8, 8)
+    at, box = bound.at(images, torch.zeros(len(images))), bound._box
+    for node, norm in at.norms.items():
+        assert (norm <= box.norms[node] * (1 + 1e-12)).all(), node
+        assert (at.local[node] <= box.local[node] * (1 + 1e-12)).all(), node
+    assert all((error <= box.errors[node] * (1 + 1e-12)).all() for node, error in at.errors.items())
+    predicted = model(images).argmax(1)
+    assert (at.margins(predicted) <= bound.everywhere(predicted) * (1 + 1e-12)).all()
+
+
+def test_margins_in_longer_arithmetic_are_within_the_bound_over_the_box() -> None:
+    """Large numbers that cancel, in numpy's long double: the bound decides these margins, and covers what they lose."""
+    generator = torch.Generator().manual_seed(2)
+    matrix = torch.randn(64, 192, generator=generator, dtype=torch.float64)
+    matrix[:, 96:] = -matrix[:, :96] * (1 + 1e-3 * torch.rand(96, generator=generator, dtype=torch.float64))
+    head = torch.randn(4, 64, generator=generator, dtype=torch.float64)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 4)).double()
+    with torch.no_grad():
+        net[1].weight.copy_(matrix)
+        net[3].weight.copy_(head)
+    model, images = wrapped(net, (3, 8, 8)), corners(200, 3, 8, 8)
+    long = [tensor.detach().numpy().astype(np.longdouble) for tensor in (images.flatten(1), *net.parameters())]
+    pixels, first, offset, last, shift = long
+    exact = np.maximum(pixels @ first.T + offset, 0) @ last.T + shift
+    predicted, computed = margins(model(images).detach())
+    lost = Roundoff(model, REAL).lost(images, predicted, torch.zeros(len(images)), computed)
+    decided = (lost == Roundoff(model, REAL).everywhere(predicted)).all(1)
+    assert decided.sum() > len(images) / 2
+    rows = np.arange(len(images))
+    true = exact[rows, predicted.numpy()][:, None] - exact
+    away = torch.from_numpy(np.abs(true - np.where(np.isfinite(computed), computed, 0.0)).astype(np.float64))
+    away.scatter_(1, predicted[:, None], 0.0)
+    assert (away <= lost).all()
+    assert (away > 0).any()
 
 
 @pytest.mark.parametrize("change", ["twice", "returned", "scaled", "other"])

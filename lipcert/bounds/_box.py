@@ -45,7 +45,7 @@ from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import Core, core_of
 from lipcert.bounds._registry import RULES, box
 from lipcert.bounds._value import Value
-from lipcert.graph import Graph, Node, needed, run
+from lipcert.graph import Graph, Node, evaluate, needed
 from lipcert.norms import Draw, Ledger
 from lipcert.numerics import INFLATE, Upper
 
@@ -232,13 +232,7 @@ class Boxes:
     def nominal(self, images: Tensor) -> Nominal:
         """Evaluates the network at images, shape (N, C, H, W)."""
         images = images[:, None]
-        single = [node for node in self.graph.nodes if node in self.values and node is not self.graph.input]
-
-        def evaluated(image: Tensor) -> tuple[Tensor, ...]:
-            computed = run(self.graph.nodes, {self.graph.input: image})
-            return tuple(computed[node] for node in single)
-
-        values = {self.graph.input: images, **dict(zip(single, torch.vmap(evaluated)(images), strict=True))}
+        values = evaluate(self.graph, images, self.values)
         nominal = Nominal(values, {node: torch.zeros_like(value) for node, value in values.items()})
         centre = Walk(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
         nominal.errors = {node: state.reach for node, state in centre.states.items()}

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._registry import Schur
-from lipcert.bounds._remainder import per_image
+from lipcert.bounds._registry import Jacobian, NoAnswer, Schur, rule_for
+from lipcert.bounds._remainder import per_image, remainder_of
 from lipcert.graph import Node, map_nodes, run
 from lipcert.numerics import SMALLEST_NORMAL, UNIT
 
@@ -110,6 +110,20 @@ def normalising_norm(
     ‖c‖ ≤ s, so ‖I − ccᵀ/s²‖ ≤ 1, and ‖J‖ ≤ max|weight| scale/s: a third of the bound on ‖|J|‖.
     """
     return normalising(tokens, centred, least, scale, weight)[0] * ((1 + 1e-12) / 3)
+
+
+def jacobian_of(node: Node) -> Jacobian | Schur | None:
+    """The bounds on its Jacobian that an operation's rule knows, in the form in which it is called."""
+    rule = rule_for(node.op)
+    try:
+        affine = remainder_of(node) is None
+    except NoAnswer:
+        return None
+    if rule is None or (affine and callable(node.op)):  # a user's own: constants may not be among its arguments
+        return None
+    if affine:
+        return rule.schur
+    return rule.jacobian if rule.jacobian is not None and rule.jacobian.covers(node) else None
 
 
 def schur_bounds(schur: Schur, node: Node, place: int, values: Mapping[Node, Tensor]) -> tuple[float, float]:

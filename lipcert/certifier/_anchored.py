@@ -52,7 +52,7 @@ class LinearisedMethod(Method):
                 f"exact norms for {len(plan.pairs)} of {norms} terms, as many as --time allows; the rest are looser; "
                 f"request more with --time or --passes, or all with --method {self.name}"
             )
-        self.proves = subject.roundoff is None and not plan.chained and subject.nominal.bounded
+        self.proves = subject.roundoff is None and not plan.chained and subject.bounded()
 
     @property
     def memory(self) -> float:

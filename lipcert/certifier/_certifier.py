@@ -14,8 +14,8 @@ from torch import Tensor
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Bound, Progress, analyze, check_batch, margins, radii
-from lipcert.certifier._method import Subject, forward_pass
-from lipcert.certifier._nominal import NominalMargins
+from lipcert.certifier._method import NEGLIGIBLE, Subject, forward_pass
+from lipcert.certifier._nominal import ENTRIES_AT_ONCE, NominalMargins
 from lipcert.certifier._staged import budgets, prepare, run
 from lipcert.certifier._triage import Hopes, first_order_limit
 from lipcert.denoisers import check_noise
@@ -34,6 +34,7 @@ from lipcert.graph import (
     close,
     confirm,
     examine,
+    logits,
     only_in,
     outputs_of,
     tensors_in,
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
 _PASSES_AN_ATTACK = 1500
 # Before methods that need more than this many forward passes for an image, a short attack looks whether it is hopeless.
 _TRIAGE, _PASSES_OF_TRIAGE = PGD(steps=10, restarts=1), 300
-# A radius below this fraction of ε is not worth an examination of rounding.
-_NEGLIGIBLE = 1e-9
 # For networks with more floating-point operations per image, rounding of the margins is checked, as the norms that a
 # proof needs would take longer than the certificate.
 _WORK_OF_A_PROOF = 1e9
@@ -62,6 +61,8 @@ _WORK_OF_A_PROOF = 1e9
 _WORK_TOGETHER = 4e11
 _WORK_OF_A_CALL = 1e7
 _TOGETHER = {"cpu": 32, "cuda": 64}
+# The largest number of images if a certificate takes a forward pass, and at most _PASSES with its rounding.
+_FORWARD, _PASSES = 256, 4
 # The smallest part of an operation for which a thread is worthwhile; waiting threads cost more than they save. On a CPU
 # more than _FEW images are certified together only if an operation on all of them needs less than this.
 _WORK_OF_A_THREAD = 1e6
@@ -133,7 +134,7 @@ class Certifier:
         self._outside = [(tensor, tensor.clone()) for tensor in _not_of(self.model, self.analysis.graph)]
         flops, size = forward_pass(self.model, self.analysis)
         self.nominal = NominalMargins(self.model, self.analysis, prove=flops <= _WORK_OF_A_PROOF)
-        self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal, flops, size)
+        self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal.bounded, flops, size)
         with _understood(self.method):
             chosen = prepare(self.subject)
         self.methods, self.skipped, self.notes = chosen.prepared, chosen.skipped, chosen.notes
@@ -145,19 +146,19 @@ class Certifier:
 
     def _images_together(self, memory: float) -> int:
         """The number of images, a power of two, whose work and memory stay within the limits."""
-        count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values()))
-        cpu = self.model.device.type == "cpu"
-
-        flops = self.subject.flops
+        cpu, flops, size = self.model.device.type == "cpu", self.subject.flops, self.subject.bytes
         largest = max(method.memory for method in self.methods.values())
         slowest = max(method.work for method in self.methods.values())
         if self.attack is not None:
             slowest = max(slowest, _PASSES_AN_ATTACK * flops)
+        count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values())) if slowest else _FORWARD
+        # A forward pass on a CPU, and a look at rounding, take a few images of a batch at once.
+        held = max(1, int(8 * ENTRIES_AT_ONCE / size)) if cpu and not slowest else count
 
         def too_many() -> bool:
-            slow = count * slowest > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
-            useless = cpu and count > _FEW and count * self._call > _WORK_OF_A_THREAD
-            return slow or useless or count * largest > memory
+            slow = count * (slowest or _PASSES * flops) > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
+            useless = slowest and cpu and count > _FEW and count * self._call > _WORK_OF_A_THREAD
+            return bool(slow or useless or min(count, held) * largest > memory)
 
         while count > 1 and too_many():
             count //= 2
@@ -220,14 +221,15 @@ class Certifier:
     @torch.no_grad()
     def _run(self, images: Tensor, labels: Tensor | None) -> Certificates:
         images = images.to(self.model.device, torch.float64).contiguous()  # otherwise views of them may be copies
-        logits = self._logits(images)
+        outputs = self._logits(images)
         if not self._compared and len(images):
             confirm(self.model, self.analysis.graph, images[:1], self.model.real)
             self._compared = 1
-        if len(images) > self._compared:  # attacks run the network on all of them
-            check_batch(self.model, images, logits)
-            self._compared = len(images)
-        predicted, computed = margins(logits.cpu())
+        some = slice(0, _FEW)
+        if len(images[some]) > self._compared:  # attacks run the network on all images
+            check_batch(self.model, images[some].flip(0), outputs[some].flip(0))
+            self._compared = len(images[some])
+        predicted, computed = margins(outputs.cpu())
         margin = computed.amin(dim=1)
         attacked = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
@@ -239,7 +241,7 @@ class Certifier:
             open_to_more = ~hopes.ruled_out & (
                 len(self.methods) > sum(m.facts.deterministic for m in self.methods.values())
             )
-            examined = open_to_more | (least > _NEGLIGIBLE * self.eps)
+            examined = open_to_more | (least > NEGLIGIBLE * self.eps)
         reduced, proved = torch.zeros_like(computed), torch.ones_like(broken)
         reduced[examined], proved[examined] = self.nominal.sound(
             images[examined.to(images.device)], predicted[examined], computed[examined]
@@ -277,15 +279,18 @@ class Certifier:
         """The logits, shape (N, classes), of each image alone: all bounds are for the graph of one image.
 
         The graph computes them, with the numbers that forward code or hooks had when it was captured.
+
+        Raises:
+            InputError: a tensor that the graph reads has changed since, or the network's logits of the first image.
         """
-        alone = [self.analysis.graph.replay(image) for image in images[:, None]]
+        alone = logits(self.analysis.graph, images)
         same = all(_equal(tensor, before) for tensor, before in self._outside)
-        if alone and self._compared:
+        if len(alone) and self._compared:
             with without_fused_kernels():
-                same &= close(self.model(images[:1]), alone[0], 1e-9)
+                same &= close(self.model(images[:1]), alone[:1], 1e-9)
         if not same:
             raise InputError("the network has changed since its certifier was made; make another Certifier")
-        return torch.cat(alone) if alone else images.new_zeros(0, self.analysis.output.shape[1])
+        return alone
 
     def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
         """What staged certification can hope for at these images; other methods apply to all of them."""
@@ -347,11 +352,11 @@ class Certifier:
         self.model.check_images(images)
         distance = self.eps if eps is None else parse_eps(str(eps))
         pixels = images.to(self.model.device, torch.float64)
-        logits = self._logits(pixels).cpu()
+        outputs = self._logits(pixels).cpu()
         error = roundoff.Roundoff(self.model, roundoff.REAL, self.analysis.graph).values(pixels).cpu()
         moved = self.subject.margins.of_logits() * distance + error[:, None]
-        moved = (moved + logits.abs() * 2.0**-52) * (1 + 2.0**-50)  # the roundings of these lines
-        return logits - moved, logits + moved
+        moved = (moved + outputs.abs() * 2.0**-52) * (1 + 2.0**-50)  # the roundings of these lines
+        return outputs - moved, outputs + moved
 
 
 @contextmanager

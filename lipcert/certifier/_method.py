@@ -15,13 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff
 from lipcert.bounds import Analysis, MarginBounds
-from lipcert.certifier._nominal import NominalMargins
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
 from lipcert.settings import FACTS, CertifySettings, MethodFacts
 
 # Memory for one image, in multiples of the results of its forward pass: float64 passes, and bounds on their rounding.
 _COPIES = 6
+
+# A radius below this fraction of ε is not worth an examination of rounding.
+NEGLIGIBLE = 1e-9
 
 # Called with (norms computed, norms in total).
 NormsDone = Callable[[float, float], None]
@@ -36,7 +38,7 @@ class Subject:
         analysis: its global analysis.
         settings: ε, the type of the deployed forward pass, and the other settings.
         roundoff: bounds on the rounding errors of the deployed forward pass; None for real arithmetic.
-        nominal: what rounding in float64 can take of computed margins.
+        bounded: whether the rounding of every operation in float64 has a bound, forwards and backwards.
         flops: floating-point operations of one forward pass.
         bytes: size of all results of one forward pass in float64.
     """
@@ -45,7 +47,7 @@ class Subject:
     analysis: Analysis
     settings: CertifySettings
     roundoff: roundoff.Roundoff | None
-    nominal: NominalMargins
+    bounded: Callable[[], bool]
     flops: float
     bytes: float
 
@@ -133,4 +135,4 @@ class Method(ABC):
         radii = self.radii(images, predicted, ledger, progress)
         if self.subject.roundoff is None or self.deployed:
             return radii(margins, 0)
-        return self.subject.roundoff.deployed(radii, images, predicted, margins)
+        return self.subject.roundoff.deployed(radii, images, predicted, margins, NEGLIGIBLE * self.subject.settings.eps)

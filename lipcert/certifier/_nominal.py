@@ -4,10 +4,11 @@ Every method compares bounds with margins that were computed in float64. If larg
 pure rounding error, and the certificate would be false.
 
 **Proof.** :class:`~lipcert.roundoff.Roundoff` for float64 itself bounds the rounding error of every operation and
-multiplies it by the Lipschitz constants of all operations after it. This bound is subtracted from the margins. It is
-tiny for networks with small constants, the only ones that ``global`` and ``gloro`` certify at a visible ε; for others
-the product of norms along the depth is useless. Constants that the network computes from its weights count as float64
-has them; :func:`lipcert.graph.examine` refuses those in which large numbers cancel. The anchored and the layer-by-layer
+multiplies it by the Lipschitz constants of all operations after it, for the whole image box or, where that is not
+negligible beside a margin, at the image. This bound is subtracted from the margins. It is tiny for networks with small
+constants, the only ones that ``global`` and ``gloro`` certify at a visible ε; for others the product of norms along the
+depth is useless. Constants that the network computes from its weights count as float64 has them;
+:func:`lipcert.graph.examine` refuses those in which large numbers cancel. The anchored and the layer-by-layer
 certificate have a proof of their own (:mod:`lipcert.certifier.anchored.rounding`).
 
 **Check.** Without a proof the network runs again with noise in every operation, and the change of the margins is
@@ -21,11 +22,8 @@ ten forward passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +32,9 @@ from lipcert.bounds import Analysis
 from lipcert.certifier.anchored.chains import Chains
 from lipcert.certifier.anchored.rounding import OperationRounding
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Node, Replay, explicit_attention, needed, run
+from lipcert.graph import Node, Replay, evaluate, explicit_attention, needed
 from lipcert.model import Model
-from lipcert.roundoff import REAL, Roundoff
+from lipcert.roundoff import ENTRIES_AT_ONCE, REAL, Roundoff
 
 _TIMES = 1024
 _COUNTED = 4
@@ -56,8 +54,12 @@ class NominalMargins:
         self.model, self.prove, self.constant = model, prove, float(analysis.output.lip)
         self.rewritten = bool(graph.forms)
         self.graph = needed(explicit_attention(graph, model.device))
-        self.local = OperationRounding(Chains(Replay(self.graph), self.graph.input))
         self.seed = seed
+
+    @cached_property
+    def local(self) -> OperationRounding:
+        """Bounds on the rounding of single operations."""
+        return OperationRounding(Chains(Replay(self.graph), self.graph.input))
 
     @cached_property
     def proof(self) -> Roundoff | None:
@@ -66,7 +68,6 @@ class NominalMargins:
             return Roundoff(self.model, REAL)
         return None
 
-    @property
     def bounded(self) -> bool:
         """Whether the rounding of every operation has a bound, forwards and backwards."""
         return all(self.local.bounded(link) for links in self.local.chains.links.values() for link in links)
@@ -79,17 +80,19 @@ class NominalMargins:
         worthwhile = (self.constant <= _LARGEST_RATIO * margins.amin(1)).nonzero()[:, 0]
         if self.prove and len(worthwhile) and self.proof is not None:
             some = images[worthwhile.to(images.device)]
-            lost = self.proof.margins(some, predicted[worthwhile], torch.zeros(len(some))).to(margins)
+            zero = torch.zeros(len(some), device=images.device)
+            lost = self.proof.lost(some, predicted[worthwhile], zero, margins[worthwhile]).to(margins)
             small = (lost <= _TAKEN * margins[worthwhile]).all(dim=1)
             proved[worthwhile] = small
             reduced[worthwhile[small]] -= lost[small]
-        if not proved.all():
-            reduced[~proved] = self._checked(images[~proved.to(images.device)], predicted[~proved], margins[~proved])
+        size = max(1, ENTRIES_AT_ONCE // sum(node.entries for node in self.graph.nodes))
+        for some in (~proved).nonzero()[:, 0].split(size) if not proved.all() else ():
+            reduced[some] = self._checked(images[some.to(images.device)], predicted[some], margins[some])
         return reduced, proved
 
     def _checked(self, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
         """The margins, reduced by four times what noise takes from them."""
-        values = self._values(images[:, None])
+        values = evaluate(self.graph, images[:, None])
         errors = self.local.errors(values)
         generator = torch.Generator().manual_seed(self.seed)
         noise: dict[Node, Tensor] = {}
@@ -107,24 +110,9 @@ class NominalMargins:
         largest = torch.zeros_like(margins)
         for sign in (1, -1):
             disturbed = {node: sign * part for node, part in noise.items()}
-            logits = self._values(images[:, None], disturbed)[self.graph.output].reshape(margins.shape).double().cpu()
+            output = evaluate(self.graph, images[:, None], (self.graph.output,), added=disturbed)[self.graph.output]
+            logits = output.reshape(margins.shape).double().cpu()
             change = (logits.gather(1, predicted[:, None]) - logits - margins).abs()
             largest = torch.maximum(largest, change.nan_to_num(nan=math.inf, posinf=math.inf))
         largest = _COUNTED * largest.scatter(1, predicted[:, None], 0.0)
         return torch.where(largest > _NEGLIGIBLE * margins.abs(), margins - largest, margins)
-
-    def _values(self, images: Tensor, noise: Mapping[Node, Tensor] = MappingProxyType({})) -> dict[Node, Tensor]:
-        """Values of all nodes with one result, each of shape (N, *node.shape), with ``noise`` added to some nodes."""
-        single = [node for node in self.graph.nodes if node.single and node is not self.graph.input]
-
-        def one(image: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
-            computed: dict[Node, Any] = {self.graph.input: image}
-            added = dict(zip(noise, parts, strict=True))
-            for node in self.graph.nodes:
-                run((node,), computed)
-                if node in added:
-                    computed[node] = computed[node] + added[node]
-            return tuple(computed[node] for node in single)
-
-        results = torch.vmap(one)(images, *noise.values())
-        return {self.graph.input: images, **dict(zip(single, results, strict=True))}

@@ -10,6 +10,15 @@ from lipcert.graph._graph import PIECES, REARRANGING, Graph, Node, canonical, ma
 from lipcert.graph._looks import across_types, close, only_in
 from lipcert.graph._passes import passed, passes
 from lipcert.graph._signatures import SIGNATURES, SYNONYMS
-from lipcert.graph._stages import Replay, cuts, explicit_attention, explicit_maxima, needed, segment
+from lipcert.graph._stages import (
+    Replay,
+    cuts,
+    evaluate,
+    explicit_attention,
+    explicit_maxima,
+    logits,
+    needed,
+    segment,
+)
 from lipcert.graph._trace import ONE_LOGIT, identity_of_code, outputs_of
 from lipcert.graph._witness import confirm, examine, examples, first_run, without_fused_kernels

@@ -479,7 +479,8 @@ def _convolution(
     of torch's convolutions takes twice as long: it includes a derivative by the weights, which is thrown away.
     """
     kernel, rows = weight.shape[2:], weight.flatten(1)
-    if images.dtype == torch.float64 and images.dim() == 4 and groups == 1 and not isinstance(padding, str):
+    twice = torch.is_grad_enabled() and images.dtype == torch.float64
+    if twice and images.dim() == 4 and groups == 1 and not isinstance(padding, str):
         steps, pads, gaps = (
             (one, one) if isinstance(one, int) else (*one, *one)[:2] for one in (stride, padding, dilation)
         )

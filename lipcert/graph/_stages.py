@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipcert.graph._graph import Graph, Node, map_nodes, run
 
@@ -219,6 +221,54 @@ def cuts(graph: Graph) -> list[Node]:
             cut_nodes.append(node)
         open_until = max(open_until, reaches[node])
     return cut_nodes
+
+
+def evaluate(
+    graph: Graph,
+    images: Tensor,
+    nodes: Iterable[Node] | None = None,
+    leaves: Mapping[Node, Tensor] = MappingProxyType({}),
+    added: Mapping[Node, Tensor] = MappingProxyType({}),
+) -> dict[Node, Tensor]:
+    """Values of a captured network at N images, each evaluated alone under ``torch.vmap``.
+
+    So images cannot influence each other, whatever the network does with its batch axis.
+
+    Args:
+        graph: the network, captured with one image.
+        images: shape (N, 1, C, H, W).
+        nodes: the nodes whose values are returned; by default all with one result.
+        leaves: values of nodes outside the graph that it reads, each of shape (N, ...).
+        added: numbers that are added to the results of some nodes, each of shape (N, *node.shape).
+    """
+    asked = [node for node in (graph.nodes if nodes is None else nodes) if node.single and node is not graph.input]
+
+    def one(image: Tensor, given: tuple[Tensor, ...], extra: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        values: dict[Node, Any] = {graph.input: image, **dict(zip(leaves, given, strict=True))}
+        changes = dict(zip(added, extra, strict=True))
+        for node in graph.nodes if changes else ():
+            run((node,), values)
+            if node in changes:
+                values[node] = values[node] + changes[node]
+        run(graph.nodes, values)
+        return tuple(values[node] for node in asked)
+
+    results = torch.vmap(one)(images, tuple(leaves.values()), tuple(added.values()))
+    return {graph.input: images, **leaves, **dict(zip(asked, results, strict=True))}
+
+
+# The largest number of entries of one value for which a call on the CPU stays in its cache.
+_ENTRIES_OF_A_CALL = 2**18
+
+
+def logits(graph: Graph, images: Tensor) -> Tensor:
+    """The output at N images of shape (N, C, H, W), each evaluated alone, in calls of a size that suits the device."""
+    largest = max((node.entries for node in graph.nodes), default=1)
+    size = max(1, _ENTRIES_OF_A_CALL // max(1, largest)) if images.device.type == "cpu" else len(images)
+    if not len(images):
+        return images.new_zeros(0, *graph.output.shape[1:])
+    with sdpa_kernel(SDPBackend.MATH):  # torch.vmap would loop over the images for others
+        return torch.cat([torch.vmap(graph.replay)(part[:, None]) for part in images.split(size)])[:, 0]
 
 
 class Replay:

@@ -34,4 +34,13 @@ weights in an unknown way.
 
 from lipcert.bounds import Operand, local_error
 from lipcert.numerics import DTYPES, REAL, Format
-from lipcert.roundoff._roundoff import Gains, Radii, Roundoff, error_norm, passes
+from lipcert.roundoff._roundoff import (
+    ENTRIES_AT_ONCE,
+    NEGLIGIBLE,
+    Evaluated,
+    Gains,
+    Radii,
+    Roundoff,
+    error_norm,
+    passes,
+)

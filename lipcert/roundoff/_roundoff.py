@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +30,20 @@ from torch import Tensor, nn
 from lipcert.bounds import (
     NoAnswer,
     Operand,
+    Schur,
     Value,
     global_value,
     global_values,
+    jacobian_of,
     kept_whole,
     local_error,
     refusal,
     row_distances,
     rule_for,
+    schur_bounds,
 )
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import PIECES, Graph, Node, capture, explicit_attention, map_nodes, needed, run
+from lipcert.graph import PIECES, Graph, Node, capture, evaluate, explicit_attention, map_nodes, needed
 from lipcert.model import Model
 from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Address, Format, Number, address, at_most
 from lipcert.roundoff._constants import computed_error
@@ -48,6 +52,10 @@ from lipcert.roundoff._constants import computed_error
 Radii = Callable[[Tensor, int], Tensor]
 
 _WIDER = 1.125
+# What rounding may take of a margin, relative to it, without a look at the image.
+NEGLIGIBLE = 1e-7
+# The number of entries of all values of the images that are examined together.
+ENTRIES_AT_ONCE = 2**24
 
 
 class Gains:
@@ -64,6 +72,8 @@ class Gains:
         self.residuals = self._residuals(graph)
         self._branches = {w: v for v, (_, w) in self.residuals.items()} if fmt == REAL else {}
         self._gains: dict[Node, dict[Node, float]] = {}
+        self._slopes: dict[Node, dict[Node, float] | None] = {}
+        self.device = model.device
         stored = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         missing = []
         computed: dict[Address, tuple[Tensor, Tensor]] = {}
@@ -118,6 +128,23 @@ class Gains:
         if node not in self._gains:
             self._gains[node] = {u: self._gain(node, u) for u in dict.fromkeys(node.operands)}
         return self._gains[node]
+
+    def slopes(self, node: Node) -> dict[Node, float] | None:
+        """What the error of an affine operation in float64 grows by, per unit of an operand; None for other operations.
+
+        The errors of an affine operation are sums of those of its constants and of products with the matrix J of each
+        operand; the latter are at most κ‖·‖ (:func:`lipcert.bounds.schur_bounds`).
+        """
+        if node not in self._slopes:
+            answer = jacobian_of(node)
+            found = None
+            if isinstance(answer, Schur):
+                like = {u: torch.zeros(1, *u.shape, dtype=torch.float64, device=self.device) for u in node.operands}
+                found = dict.fromkeys(node.operands, 0.0)
+                for place, u in enumerate(node.operands):
+                    found[u] += schur_bounds(answer, node, place, like)[1]
+            self._slopes[node] = found
+        return self._slopes[node]
 
     def _gain(self, node: Node, operand: Node) -> float:
         if passes(node):
@@ -190,45 +217,66 @@ class Roundoff:
         self.graph = needed(explicit_attention(graph, model.device))
         self.gains = Gains(self.graph, model, self.format)
 
-    def deployed(self, radii: Radii, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
+    def deployed(self, radii: Radii, images: Tensor, predicted: Tensor, margins: Tensor, least: float = 0.0) -> Tensor:
         """Radii for the deployed network, from a method for the network in real arithmetic.
 
-        The margins are reduced by :meth:`margins` at the radius in real arithmetic, which is an upper limit of the
-        result, and :meth:`entry` is subtracted from the radius.
+        The margins are reduced by :meth:`lost` at the radius in real arithmetic, which is an upper limit of the result,
+        and :meth:`entry` is subtracted from the radius. Radii up to ``least`` are not examined, and the result is 0.
         """
         real = radii(margins, 0)
-        lost = self.margins(images, predicted, real).to(margins.device)
-        radius = torch.minimum(radii((margins - lost).clamp_min(0), 1), real)
+        lost = torch.full_like(margins, math.inf)
+        asked = (real > least).nonzero()[:, 0]
+        if len(asked):
+            some = images[asked.to(images.device)]
+            lost[asked] = self.lost(some, predicted[asked], real[asked], margins[asked]).to(margins)
+        radius = torch.minimum(radii((margins - lost).clamp_min(0).nan_to_num(0.0, posinf=math.inf), 1), real)
         entry = self.entry(images, radius).to(radius.device)
         return torch.where(radius > entry, (radius - entry) * (1 - SAFETY), 0.0)
+
+    def lost(self, images: Tensor, predicted: Tensor, radius: Tensor, margins: Tensor) -> Tensor:
+        """Upper bounds as in :meth:`margins`: those over the whole box where they are negligible beside the margins.
+
+        ``margins`` are f_y − f_j, +inf at j = y, shape (N, classes).
+        """
+        lost = self.everywhere(predicted).to(margins)
+        place = (~(lost <= NEGLIGIBLE * margins).all(1)).nonzero()[:, 0]
+        if len(place):
+            there = place.to(images.device)
+            lost[place] = self.margins(images[there], predicted[place], radius[place.to(radius.device)]).to(margins)
+        return lost
+
+    @torch.no_grad()
+    def everywhere(self, predicted: Tensor) -> Tensor:
+        """:meth:`margins` for all images in the box at once: they lie in a ball around the centre of the box."""
+        return self._box.margins(predicted.to(self.model.device))
+
+    @cached_property
+    def _box(self) -> Evaluated:
+        centre = torch.full((1, *self.model.input_size), 0.5, dtype=torch.float64, device=self.model.device)
+        radius = centre.new_full((1,), math.sqrt(centre.numel()) / 2 * OWN_ROUNDING)
+        return self.at(centre, radius)
+
+    @torch.no_grad()
+    def at(self, images: Tensor, radius: Tensor) -> Evaluated:
+        """The network at images in [0, 1], and what rounding takes within ``radius``, shape (N,), of them."""
+        device = self.model.device
+        return Evaluated(self.gains, self.graph, images.to(device, torch.float64), radius.to(device, torch.float64))
 
     @torch.no_grad()
     def margins(self, images: Tensor, predicted: Tensor, radius: Tensor) -> Tensor:
         """Upper bounds on (f_y − f_j) − (f̂_y − f̂_j) at images in [0, 1] within ``radius`` that the format represents.
 
-        For a linear head f_y − f_j = ⟨w_y − w_j, h⟩ + const. The bound is ‖w_y − w_j‖ times the error of the features h
-        plus the rounding of the head itself, or √2 times the error of the logits if that is smaller.
+        They are those of :meth:`Evaluated.margins`.
         """
-        predicted = predicted.to(self.model.device)
-        errors, local = self._errors(images, radius.to(self.model.device, torch.float64))
-        output = self.graph.output
-        bounds = math.sqrt(2) * errors[output][:, None].expand(-1, output.shape[-1])
-        if output.op == "linear" and len(output.shape) == 2:
-            weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
-            distances = torch.stack([row_distances(weight.detach().double(), y) for y in predicted.tolist()])
-            head = local[output].reshape(len(images), -1)
-            # The rounding errors of logit j and of logit y both count.
-            through = distances * errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
-            bounds = torch.minimum(bounds, through)
-        bounds = at_most(bounds * OWN_ROUNDING)
-        return bounds.scatter(1, predicted[:, None], 0.0)
+        size = max(1, ENTRIES_AT_ONCE // sum(node.entries for node in self.graph.nodes))
+        parts = [part.split(size) for part in (images, predicted.to(self.model.device), radius)]
+        return torch.cat([self.at(some, at).margins(classes) for some, classes, at in zip(*parts, strict=True)])
 
     @torch.no_grad()
     def values(self, images: Tensor) -> Tensor:
         """Upper bounds on ‖ĥ − h‖ of the output at images in [0, 1], float64, shape (N,); ∞ if there is no bound."""
         zero = torch.zeros(len(images), dtype=torch.float64, device=self.model.device)
-        errors, _ = self._errors(images, zero)
-        return at_most(errors[self.graph.output] * OWN_ROUNDING)
+        return at_most(self.at(images, zero).errors[self.graph.output] * OWN_ROUNDING)
 
     def entry(self, images: Tensor, radius: Tensor) -> Tensor:
         """The ℓ2 distance by which rounding the pixels can move an image within ``radius``, shape (N,).
@@ -238,33 +286,88 @@ class Roundoff:
         """
         return self.format.entry(images.to(radius.device, torch.float64), radius)
 
-    def _errors(self, images: Tensor, radius: Tensor) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
-        """Bounds on ‖ĥ − h‖ of every value, shape (N,), and on |e| of every operation."""
-        nominal = evaluate(self.graph, images.to(self.model.device, torch.float64)[:, None])
-        zero = torch.zeros_like(radius)
-        errors = {self.graph.input: zero}
-        local: dict[Node, Tensor] = {}
-        for node in self.graph.nodes[1:]:
-            if (residual := self.gains.residuals.get(node)) is not None:
-                u, w = residual
-                error = _times(float(self.gains.values[node].map.norm), errors[u]) + error_norm(local[w])
-            else:
-                error = sum((_times(gain, errors[u]) for u, gain in self.gains.of(node).items()), zero)
-            if not passes(node):
-                operands = [self._operand(u, nominal[u], radius, errors[u]) for u in node.operands]
-                local[node] = local_error(node, operands, self.gains.format)
-                error = error + error_norm(local[node])
-            if node.single:
-                error = torch.where(error <= self.gains.slack(node), error, math.inf)
-            errors[node] = error * OWN_ROUNDING
-        return errors, local
 
-    def _operand(self, node: Node, nominal: Tensor, radius: Tensor, error: Tensor) -> Operand:
-        value = self.gains.values[node]
-        if self.format == REAL:  # the nominal values have errors of the same bound
+class Evaluated:
+    """A captured network at N images: its values, and bounds on what rounding takes of them within a radius.
+
+    Of an affine operation in float64 there are two bounds on the error in a ball: that of its rule for operands
+    anywhere in the ball, entry by entry, and that for the operands at the images, with what products with its matrix
+    add for the way from there (:meth:`Gains.slopes`). The second depends on ℓ2 lengths alone.
+
+    Attributes:
+        values: of every node with one result, each of shape (N, *node.shape).
+        errors: bounds on ‖ĥ − h‖ of every value, each of shape (N,).
+        local: bounds on the error |e| of every operation itself, in the shape of its value.
+        norms: bounds on ‖e‖, each of shape (N,).
+    """
+
+    def __init__(self, gains: Gains, graph: Graph, images: Tensor, radius: Tensor):
+        self.gains, self.graph, self.radius = gains, graph, radius
+        self.ball = bool((radius != 0).any())
+        self.values = evaluate(graph, images[:, None])
+        zero = torch.zeros_like(radius)
+        self.errors = {graph.input: zero}
+        self.local: dict[Node, Tensor] = {}
+        self.norms: dict[Node, Tensor] = {}
+        self._distances: dict[int, Tensor] = {}
+        for node in graph.nodes[1:]:
+            if (residual := gains.residuals.get(node)) is not None:
+                u, w = residual
+                error = _times(float(gains.values[node].map.norm), self.errors[u]) + self.norms[w]
+            else:
+                error = sum((_times(gain, self.errors[u]) for u, gain in gains.of(node).items()), zero)
+            if not passes(node):
+                self.local[node], self.norms[node] = self._operation(node)
+                error = error + self.norms[node]
+            if node.single:
+                error = torch.where(error <= gains.slack(node), error, math.inf)
+            self.errors[node] = error * OWN_ROUNDING
+
+    def _operation(self, node: Node) -> tuple[Tensor, Tensor]:
+        """The entries and the norm of the error of one operation."""
+        error = local_error(node, [self._operand(u, self.ball) for u in node.operands], self.gains.format)
+        norm = error_norm(error)
+        slopes = self.gains.slopes(node) if self.ball and self.gains.format == REAL else None
+        if slopes is None:
+            return error, norm
+        there = local_error(node, [self._operand(u, False) for u in node.operands], self.gains.format)
+        ways = [_times(2 * slope, self._way(u)) for u, slope in slopes.items()]
+        further = sum(ways, torch.zeros_like(norm)) * OWN_ROUNDING
+        entries = there + further.reshape(-1, *[1] * (there.dim() - 1))
+        return torch.minimum(error, entries), torch.minimum(norm, error_norm(there) + further)
+
+    def _operand(self, node: Node, ball: bool) -> Operand:
+        """Bounds on a value, in the ball or at the images alone."""
+        error = self.errors[node]
+        if self.gains.format == REAL:  # the nominal values have errors of the same bound
             error = 2 * error
-        moved = error + (_times(float(value.lip), radius) if bool((radius != 0).any()) else 0.0)
-        return Operand(nominal, moved, torch.full_like(radius, float(value.magnitude)) + error)
+        moved = error + self._way(node) if ball else error
+        limit = torch.full_like(error, float(self.gains.values[node].magnitude)) + error
+        return Operand(self.values[node], moved, limit)
+
+    def _way(self, node: Node) -> Tensor:
+        """How far a value moves within the radius."""
+        return _times(float(self.gains.values[node].lip), self.radius)
+
+    def margins(self, predicted: Tensor) -> Tensor:
+        """Upper bounds on (f_y − f_j) − (f̂_y − f̂_j), shape (M, classes), for M images or one image and M classes y.
+
+        For a linear head f_y − f_j = ⟨w_y − w_j, h⟩ + const. The bound is ‖w_y − w_j‖ times the error of the features h
+        plus the rounding of the head itself, or √2 times the error of the logits if that is smaller.
+        """
+        output, shape = self.graph.output, (len(predicted), self.graph.output.shape[-1])
+        bounds = math.sqrt(2) * self.errors[output][:, None].expand(shape)
+        if output.op == "linear" and len(output.shape) == 2:
+            weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
+            for y in set(predicted.tolist()) - self._distances.keys():
+                self._distances[y] = row_distances(weight.detach().double(), y)
+            distances = torch.stack([self._distances[y] for y in predicted.tolist()])
+            head = self.local[output].flatten(1).expand(shape)
+            # The rounding errors of logit j and of logit y both count.
+            through = distances * self.errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
+            bounds = torch.minimum(bounds, through)
+        bounds = at_most(bounds * OWN_ROUNDING)
+        return bounds.scatter(1, predicted[:, None], 0.0)
 
 
 def _times(gain: float, error: Tensor) -> Tensor:
@@ -279,14 +382,3 @@ def _has_rounding_rule(module: nn.Module) -> bool:
 def _example(model: Model) -> Tensor:
     pixels = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return pixels.to(model.device)
-
-
-def evaluate(graph: Graph, images: Tensor) -> dict[Node, Tensor]:
-    """Values of all nodes with one result, each of shape (N, *node.shape), for images of shape (N, 1, C, H, W)."""
-    single = [node for node in graph.nodes if node.single and node is not graph.input]
-
-    def evaluated(image: Tensor) -> tuple[Tensor, ...]:
-        computed = run(graph.nodes, {graph.input: image})
-        return tuple(computed[node] for node in single)
-
-    return {graph.input: images, **dict(zip(single, torch.vmap(evaluated)(images), strict=True))}

@@ -20,11 +20,11 @@ from lipcert.graph import (
     Replay,
     capture,
     cuts,
+    evaluate,
     examples,
     explicit_attention,
     explicit_maxima,
     needed,
-    run,
 )
 from lipcert.model import Model
 
@@ -304,16 +304,11 @@ class Network:
 
     def values(self, images: Tensor, widths: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
         """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads."""
-        single = [node for node in self.kept if node.single and node is not self.graph.input]
-        leaves = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else dict(widths)
-
-        def one(image: Tensor, *width: Tensor) -> tuple[Tensor, ...]:
-            computed = run(self.graph.nodes, {self.graph.input: image, **dict(zip(leaves, width, strict=True))})
-            return tuple(computed[node] for node in single)
-
-        results = torch.vmap(one)(images, *leaves.values())
-        nominal = dict(zip(single, results, strict=True))
-        return leaves | nominal | ({self.graph.input: images} if self.graph.input in self.kept else {})
+        leaves = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else widths
+        values = evaluate(self.graph, images, self.kept, leaves)
+        if self.graph.input not in self.kept:
+            del values[self.graph.input]
+        return values
 
     def remainder(self, v: Node, values: Mapping[Node, Tensor]) -> Remainder:
         """The remainder rule of one operation at nominal values."""

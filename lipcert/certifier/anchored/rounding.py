@@ -61,7 +61,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lipcert.bounds import WINDOW, Jacobian, NoAnswer, Schur, gamma, lengths, remainder_of, rule_for, schur_bounds
+from lipcert.bounds import WINDOW, Jacobian, Schur, gamma, jacobian_of, lengths, schur_bounds
 from lipcert.certifier.anchored.chains import Chains, Link, Pair
 from lipcert.certifier.anchored.entry import ONCE
 from lipcert.graph import REARRANGING, Node
@@ -95,7 +95,7 @@ class OperationRounding:
 
     def __init__(self, chains: Chains):
         self.chains = chains
-        self.answers = {node: _answer(node) for node in chains.links}
+        self.answers = {node: jacobian_of(node) for node in chains.links}
         self._affine: dict[Link, tuple[float, float]] = {}
 
     def bounded(self, link: Link) -> bool:
@@ -183,20 +183,6 @@ class Errors:
     off: dict[Link, Tensor]
     errors: dict[Node, Tensor]
     zeros: Tensor
-
-
-def _answer(node: Node) -> Jacobian | Schur | None:
-    """The bounds that an operation's rule knows, in the form in which it is called."""
-    rule = rule_for(node.op)
-    try:
-        affine = remainder_of(node) is None
-    except NoAnswer:
-        return None
-    if rule is None or (affine and callable(node.op)):  # a user's own: constants may not be among its arguments
-        return None
-    if affine:
-        return rule.schur
-    return rule.jacobian if rule.jacobian is not None and rule.jacobian.covers(node) else None
 
 
 def _from_norm(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
