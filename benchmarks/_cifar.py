@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from timm.data import create_dataset
 from torch import Tensor
 
 import lipcert
@@ -21,6 +24,13 @@ def labels_of(batch: Batch) -> Tensor:
     if batch.labels is None:
         raise SystemExit("the images have no labels of the model's classes; give a folder with class folders")
     return batch.labels
+
+
+def read(folder: str, split: str) -> tuple[Tensor, Tensor]:
+    """All images of ``split``.tar as uint8 (N, 3, 32, 32), and their classes."""
+    dataset = create_dataset("", root=str(Path(folder) / f"{split}.tar"))
+    images = np.stack([np.asarray(image.convert("RGB")) for image, _ in dataset])
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.tensor([label for _, label in dataset])
 
 
 def clean(model: lipcert.Model, images: Images) -> float:

@@ -11,20 +11,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import lipcert
 from benchmarks._cifar import EPS, first_order_limit, labels_of
 from benchmarks._env import environment
-from benchmarks.anchored_rays import limit
 from lipcert.certifier import Certifier
 from lipcert.certifier.anchored import Behind, anchored
+from lipcert.certifier.anchored.gradients import margin_gradients
+from lipcert.certifier.anchored.walk import Linearization
 from lipcert.inputs.data import open_images
 
 RESULT = Path(__file__).parent / "results" / "kinked_cut.json"
+
+
+def limit(at: Linearization, predicted: Tensor, gaps: Tensor) -> float:
+    """The first-order limit of one image."""
+    found = math.inf
+    for rival in gaps.isfinite().nonzero()[:, 1]:
+        slope, _ = margin_gradients(at.network, at.values, [], rival[None], predicted)
+        found = min(found, (gaps[0, rival] / slope.norm()).item())
+    return found
 
 
 def main() -> None:

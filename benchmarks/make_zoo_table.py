@@ -9,8 +9,7 @@ is kept in the work folder, so that an interrupted run goes on where it stopped.
 
 Then the rules are asked, once for each distinct structure, on its smallest architecture. Weights are stand-ins: one
 number, repeated without memory. A rule that knows no answer for an operation, or has no finite constant for it, shows
-this for any weights; how large a constant is depends on them, and is not looked at. Measured bounds, where
-``benchmarks/results/zoo.json`` has some, go before.
+this for any weights; how large a constant is depends on them, and is not looked at.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ from lipcert.inputs.zoo import TABLE
 from lipcert.numerics import Upper
 from lipcert.surgery._swap import plan
 
-RESULTS = Path(__file__).parent / "results"
 STRUCTURES = "structures.jsonl"
 
 
@@ -331,15 +329,6 @@ def structure_of(row: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def measured() -> dict[str, dict[str, Any]]:
-    """Rows of ``benchmarks/results/zoo.json`` by name, if there is such a file."""
-    path = RESULTS / "zoo.json"
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text())
-    return {row["name"]: row for row in (content["rows"] if isinstance(content, dict) else content)}
-
-
 def table(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The shipped table: texts once, rows that point to them."""
     texts: dict[str, int] = {}
@@ -347,30 +336,19 @@ def table(rows: dict[str, dict[str, Any]], found: dict[str, dict[str, Any]]) -> 
     def text(item: Any) -> int:
         return texts.setdefault(item, len(texts))
 
-    bounds = measured()
     lines = []
     for name in sorted(rows):
         row, answer = rows[name], found.get(structure_of(rows[name]), {"error": "not asked"})
         if "error" in answer:
             print(f"no answer for {name}: {answer['error']}")
             continue
-        own = bounds.get(name, {})
         reason, anchored = answer["reason"], answer["anchored_reason"]
-        if "finite" in own and own["finite"] != (not reason):
-            seen = "finite" if own["finite"] else own.get("reason")
-            print(f"{name}: measured {seen}, by structure {reason or 'finite'}")
-            reason = "" if own["finite"] else own.get("reason") or "the measured bound is infinite"
-        if own.get("anchored") is not None and own["anchored"] != (not anchored):
-            print(f"{name}: anchored measured {own['anchored']}, by structure {anchored or 'covered'}")
-            anchored = "" if own["anchored"] else own.get("anchored_reason") or "it was tried and does not work"
-        log10 = own.get("log10")
         lines.append(
             [
                 name,
                 text(row["family"]),
                 row["parameters"],
                 int(row["logits"]),
-                None if log10 is None else math.ceil(log10 * 10) / 10,
                 text(reason),
                 text(anchored),
                 [[text(was), text(now)] for was, now in answer["swapped"]],
@@ -390,9 +368,9 @@ def with_others(content: dict[str, Any], path: Path) -> dict[str, Any]:
         return texts.setdefault(content["texts"][index], len(texts))
 
     rows = {row[0]: row for row in other["rows"]}
-    for name, family, size, logits, log10, *reasons, attention, norms, kept in content["rows"]:
+    for name, family, size, logits, *reasons, attention, norms, kept in content["rows"]:
         pairs = [[[again(a), again(b)] for a, b in found] for found in (attention, norms, kept)]
-        rows[name] = [name, again(family), size, logits, log10, *map(again, reasons), *pairs]
+        rows[name] = [name, again(family), size, logits, *map(again, reasons), *pairs]
     return {**content, "texts": list(texts), "rows": [rows[name] for name in sorted(rows)]}
 
 

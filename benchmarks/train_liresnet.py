@@ -29,10 +29,9 @@ from timm.optim.muon import zeropower_via_newtonschulz
 from torch import Tensor, nn
 
 import lipcert
-from benchmarks._cifar import EPS
+from benchmarks._cifar import EPS, read
 from benchmarks._env import environment
 from benchmarks.liresnet_cifar import rounded
-from benchmarks.train_cifar_vit import read
 
 RESULT = Path(__file__).parent / "results" / "train_liresnet.json"
 BATCH = 512

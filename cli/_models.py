@@ -72,13 +72,12 @@ def _show_checkpoints(entries: list[Checkpoint], as_json: bool) -> None:
 
 
 def _facts(one: Architecture) -> list[tuple[str, str]]:
-    bound = one.reason or ("has rules" if one.log10 is None else f"10^{one.log10:g} with random weights")
     changed = [("convert replaces", f"{was} by {new}") for was, new in (*one.attention, *one.norms)]
     return [
         ("architecture", one.name),
         ("family", one.family),
         ("parameters", _short(one.parameters)),
-        ("global bound", f"none: {bound}" if one.reason else bound),
+        ("global bound", f"none: {one.reason}" if one.reason else "has rules"),
         ("methods with rules", ", ".join(one.certificates) or "none"),
         *([("not linearised", one.linearised_reason)] if one.linearised_reason else []),
         *changed,

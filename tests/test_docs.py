@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import lipcert
-from benchmarks import make_class_table, make_equations, make_leaderboard, make_measurements
+from benchmarks import make_equations, make_leaderboard, make_measurements
 from lipcert.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -53,10 +53,6 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_page_on_classes_is_what_convert_does() -> None:
-    assert make_class_table.PAGE.read_text() == make_class_table.page(), "run python -m benchmarks.make_class_table"
-
-
 @pytest.mark.parametrize(
     ("paper", "equations", "statements"),
     [
@@ -85,7 +81,6 @@ def test_references_to_several_equations_are_understood():
 def test_the_page_of_measurements_is_what_the_measurements_say() -> None:
     again = "run python -m benchmarks.make_measurements"
     assert make_measurements.PAGE.read_text() == make_measurements.page(), again
-    assert make_measurements.EXPERIMENTS.read_text() == make_measurements.experiments(), again
     drawn = make_measurements.shown(make_measurements.PICTURE.read_text())
     assert drawn == {name: [[*point] for point in line] for name, line in make_measurements.points().items()}, again
     assert make_measurements.shown(make_measurements.picture()) == drawn

@@ -35,9 +35,9 @@ CONTENT = {
         "why",
     ],
     "rows": [
-        ["vit_tiny_patch16_224", 0, 5717416, 1, 108.1, 1, 1, [[5, 6]], [[3, 4]], []],
-        ["vit_small_patch16_224", 0, 22050664, 1, None, 1, 2, [[5, 6]], [[3, 4]], [[5, 7]]],
-        ["vit_base_patch16_224", 0, 86567656, 1, None, 2, 1, [], [], []],
+        ["vit_tiny_patch16_224", 0, 5717416, 1, 1, 1, [[5, 6]], [[3, 4]], []],
+        ["vit_small_patch16_224", 0, 22050664, 1, 1, 2, [[5, 6]], [[3, 4]], [[5, 7]]],
+        ["vit_base_patch16_224", 0, 86567656, 1, 2, 1, [], [], []],
     ],
 }
 
@@ -118,8 +118,8 @@ def test_the_script_makes_what_is_shipped(tmp_path: Path) -> None:
         """Rows with texts in place of their numbers, in the places that hold such."""
         texts = table["texts"]
         return {
-            row[0]: [texts[row[1]], *row[2:5], texts[row[5]], texts[row[6]]]
-            + [[(texts[a], texts[b]) for a, b in pairs] for pairs in row[7:]]
+            row[0]: [texts[row[1]], *row[2:4], texts[row[4]], texts[row[5]]]
+            + [[(texts[a], texts[b]) for a, b in pairs] for pairs in row[6:]]
             for row in table["rows"]
         }
 

@@ -14,9 +14,8 @@ from PIL import Image
 from typer.main import get_command
 
 import lipcert
-from benchmarks import make_readme
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import measures, page, shown, stand_ins, trained
+from benchmarks.papers import measures, shown, stand_ins, trained
 from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, differences, values_of
 from benchmarks.papers.tables import LISTED, TABLES, find
 from benchmarks.papers.tables_certvit import pretrained
@@ -283,34 +282,6 @@ def test_trained_tables_fit_into_100_columns():
         assert all(row.name.split(", ")[-1] in text for row in ran)
 
 
-def test_trained_tables_are_sections_of_the_measurements():
-    rows = [made("one", {"clean": 80.0, "certified": None}, 0.125), {"name": "two", "here": "quoted"}]
-    rows += [{"name": name, "here": "not run"} for name in ("three", "four")]
-    rows[0]["remark"] = "made on a Monday."
-    order = {
-        "by": "certified", "as in the paper": [["a", "b", 5.0, 4.0]], "too close to say": [["b", "c", 0.5, 3.0]],
-        "the other way round": [["a", "c", -5.0, 4.0, "has learned less here"]], "trained": [[3, 2000], [4, 2000]],
-        "epochs of the paper": [800], "images of the paper": 50000,
-    }  # fmt: skip
-    known = {
-        "local-lip, 2, small": {"rows": rows, "conditions": "Few images.", "order": order},
-        "certvit, 9, small": {"rows": [{"name": "mnist"}]},
-    }
-    (section,) = page.trained(known)
-    assert "Other rows: 1 quoted alone, as lipcert has no such method or network, not run: three; four." in section
-    assert "## Table 2 of local-lip, at scale small" in section
-    assert "| one | 50.0 % | 40.0 % | 12.5 % | 12.5 % | 4.0e9 | 25.0 % | 2.5 | 80.0 % | – |" in section
-    assert "Certified training beside others. Few images." in section
-    flat = " ".join(section.split())
-    assert "one: made on a Monday." in flat
-    assert "by certified share: 1 as in the paper, 1 too close to say, 1 the other way round; too close is" in flat
-    assert "trained once, for 3 or 4 epochs of 2,000 images; the paper's for 800 of 50,000. What learns" in flat
-    assert "| b | c | 3 | 0.5 | too close to say |" in section
-    assert "| a | c | 4 | -5 | a has learned less here |" in section
-    order |= {"as in the paper": [], "too close to say": [], "the other way round": []}
-    assert "No two of these rows differ in one thing alone." in page.trained(known)[0]
-
-
 def test_a_folder_that_is_not_there_is_refused(monkeypatch, capsys):
     given = ["papers", "--paper", "local-lip", "--table", "2", "--data", "cifar10=/no/such"]
     monkeypatch.setattr("sys.argv", given)
@@ -373,28 +344,6 @@ def test_committed_figures_keep_their_order():
         assert attack <= ours <= theorem <= row["LoFAST with ξ"] <= row["LoFAST, equation 12"] <= row["SpecFormer"]
     for row in known["lofast, figure 4, small"]["rows"]:
         assert row["attack"] <= row["lipcert"] <= row["LoFAST, Theorem 1"] <= row["LoFAST with ξ"]
-
-
-def test_the_readme_is_what_the_scripts_say():
-    assert make_readme.PAGE.read_text() == make_readme.page(), "run python -m benchmarks.make_readme"
-
-
-def test_norms_are_compared_at_the_same_accuracy():
-    def kept(norms, accuracy, agreement):
-        before = {"before": 2.0, "accuracy before": 0.5}
-        return {"sum of log10 norms": norms, "accuracy": accuracy, "top class kept": agreement, **before}
-
-    rows = [
-        {"name": "net", "error": 0.1, "outputs": kept(1.5, 0.48, 0.95), "activations": kept(1.0, 0.48, 0.90)},
-        {"name": "net", "error": 0.2, "outputs": kept(1.0, 0.46, 0.85), "activations": kept(0.5, 0.40, 0.50)},
-    ]
-    section = page.behind({"certvit, equation 10, small": {"rows": [{"name": "layer", "outputs kept": 1.0}, *rows]}})
-    assert "| net | accuracy 49.0 % | 1.75 | 1.50 | 0.56 |" in section
-    assert "| net | accuracy 47.0 % | 1.25 | 0.94 | 0.49 |" in section
-    assert "| net | same class 90.0 % | 1.25 | 1.00 | 0.56 |" in section
-    assert "same class 80.0 %" not in section  # which outputs never reach
-    assert "| net | 0.2 | activations | 0.50 | 40.0 % | 50.0 % |" in section
-    assert page._at([(0.5, 2.0), (0.3, 1.0), (0.4, 0.5)], 0.4) == 0.5
 
 
 def test_the_papers_lip_is_below_the_bound_and_said_to_be_none():

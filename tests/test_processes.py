@@ -85,7 +85,7 @@ def work(rank: int, folder: Path) -> None:
     """One of two processes."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found: dict[str, object] = {}
-    for loss in ("anchored", "emma"):
+    for loss in ("adversarial", "emma"):
         model = vit()
         with pytest.raises(KeyboardInterrupt):
             lipcert.finetune(
@@ -124,7 +124,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment()) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0]
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    for loss in ("anchored", "emma"):
+    for loss in ("adversarial", "emma"):
         model, before, epochs = vit(), vit().state_dict(), []
         lipcert.finetune(model, batches(), loss=loss, progress=epochs.append, **SETTINGS)
         assert close(first[loss], model.state_dict())

@@ -312,7 +312,7 @@ def scaled_linear() -> nn.Module:
     return layer
 
 
-@pytest.mark.parametrize("loss", ["emma", "anchored"])
+@pytest.mark.parametrize("loss", ["emma", "adversarial"])
 @pytest.mark.parametrize("first", [scaled_linear, lambda: SllBlock(16, 8)], ids=["parametrised", "block"])
 def test_sdp_based_lipschitz_layers_train_and_certify(first: Callable[[], nn.Module], loss: Any) -> None:
     """Weights, biases and q are trained, and an attack finds nothing inside a radius, which lipcert would refuse."""

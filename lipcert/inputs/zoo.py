@@ -26,7 +26,6 @@ class Architecture:
         family: the timm file that registers it.
         parameters: number of parameters.
         reason: the operations that make the global bound infinite, and their places; "" if it is finite.
-        log10: decimal logarithm of the global bound with random weights, if measured.
         linearised_reason: the operations without a remainder rule, which LoFAST and the anchored method need; "" if
             there are none.
         logits: whether the network, as timm builds it, gives one vector per image.
@@ -39,7 +38,6 @@ class Architecture:
     family: str
     parameters: int
     reason: str
-    log10: float | None
     linearised_reason: str
     logits: bool
     attention: tuple[tuple[str, str], ...]
@@ -69,8 +67,8 @@ def architectures() -> dict[str, Architecture]:
         return tuple((texts[a], texts[b]) for a, b in indices)
 
     def row(line: list[Any]) -> Architecture:
-        name, family, parameters, logits, log10, reason, linearised, attention, norms, kept = line
-        columns = name, texts[family], parameters, texts[reason], log10, texts[linearised], bool(logits)
+        name, family, parameters, logits, reason, linearised, attention, norms, kept = line
+        columns = name, texts[family], parameters, texts[reason], texts[linearised], bool(logits)
         return Architecture(*columns, pairs(attention), pairs(norms), pairs(kept))
 
     return {line[0]: row(line) for line in content["rows"]}

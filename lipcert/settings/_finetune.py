@@ -11,9 +11,7 @@ from lipcert.errors import InputError
 from lipcert.settings._certify import EPS, parse_eps
 from lipcert.settings._fields import one_of, option, plain
 
-Loss = Literal[
-    "anchored", "adversarial", "ce", "cut", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"
-]
+Loss = Literal["adversarial", "ce", "cut", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"]
 Amp = Literal["bfloat16"]
 MaxNorm = float | Mapping[str, float]
 OPTIMIZERS = ("adamw", "adam", "muon", "nadam")
@@ -53,7 +51,7 @@ class FinetuneSettings:
     """
 
     loss: Loss = option(
-        "anchored, adversarial (faster): for method anchored; cut: for anchored after a Lipschitz prefix; emma, "
+        "adversarial: for method anchored; cut: for anchored after a Lipschitz prefix; emma, "
         "gloro, trades, fixed: for gloro; lmt: for global; local-b, local-g: for local; noise: for smoothing; ce: "
         "cross-entropy.",
         LOSSES[0],
@@ -122,7 +120,7 @@ class FinetuneSettings:
         "Moving average of the weights with this decay, such as 0.999.", None, float | None, group=_UPDATES
     )
     amp: Amp | None = option(
-        "Compute the network's matrix products in this type; not with anchored.",
+        "Compute the network's matrix products in this type.",
         None,
         str | None,
         choices=("bfloat16",),
@@ -170,8 +168,6 @@ class FinetuneSettings:
             raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {self.ema}")
         if self.amp not in (None, "bfloat16"):
             raise InputError(f"amp is bfloat16 or left out, got {self.amp!r}")
-        if self.amp is not None and self.loss == "anchored":
-            raise InputError("the loss anchored needs second derivatives, which bfloat16 loses; leave amp out")
         if self.loss in LOCAL and (self.amp is not None or self.temperature != 1.0):
             raise InputError(f"the loss {self.loss} propagates boxes: leave amp and temperature out")
 

@@ -11,7 +11,6 @@ from lipcert.training._finetune import Epoch, check_trainable, finetune
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     adversarial_loss,
-    anchored_loss,
     cut_loss,
     emma_loss,
     fixed_loss,
@@ -27,5 +26,5 @@ from lipcert.training._validation import Log, Validation
 
 __all__ = [
     "Augmentation", "Epoch", "FinetuneSettings", "LocalBound", "Log", "TrainingBound", "Validation", "adversarial_loss",
-    "anchored_loss", "emma_loss", "fixed_loss", "gloro_loss", "local_loss", "teacher_loss", "trades_loss",
+    "emma_loss", "fixed_loss", "gloro_loss", "local_loss", "teacher_loss", "trades_loss",
 ]  # fmt: skip

@@ -46,7 +46,7 @@ class TrainingBound:
         if not 0 < self.certified <= _LARGEST:
             raise InputError(
                 f"the global bound is {self.certified:.3g}, too large to train on{self._why()}; "
-                "hold the norms of the layers with max_norm=1, or take the loss 'anchored'"
+                "hold the norms of the layers with max_norm=1, or take the loss 'adversarial'"
             )
         self.step()
 

@@ -35,7 +35,6 @@ from lipcert.training._bound import TrainingBound
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     adversarial_loss,
-    anchored_loss,
     cut_loss,
     emma_loss,
     fixed_loss,
@@ -97,8 +96,7 @@ def finetune(
     The learning rate follows a schedule after a short warm-up. The network stays in evaluation mode: dropout is off and
     the statistics of batch normalisation are fixed, so the trained function is the certified one. The losses are:
 
-    * ``"anchored"``: :func:`lipcert.training.anchored_loss`, for the anchored certificate.
-    * ``"adversarial"``: :func:`lipcert.training.adversarial_loss`, for the same in less time.
+    * ``"adversarial"``: :func:`lipcert.training.adversarial_loss`, for the anchored certificate.
     * ``"cut"``: :func:`lipcert.training.cut_loss`, for the anchored certificate of networks with kinks in all but the
       last layers, such as LiResNet with ``beta``.
     * ``"ce"``: cross-entropy, which does not use ε.
@@ -161,7 +159,7 @@ def finetune(
             * accumulate: batches per update.
             * ema: the decay of the moving average of the weights, such as 0.999. The model gets the average at the end.
             * amp: ``"bfloat16"`` computes the matrix products of the network in this type; weights, losses and bounds
-              keep theirs. Not with ``"anchored"``, whose second derivatives need more precision.
+              keep theirs.
             * channels_last: keeps kernels and images in this memory format, which is faster for some convolutions.
             * only: trains only the parameters that match one of these comma-separated patterns (:mod:`fnmatch`).
               ``"*.attn.*"`` with the loss ``"ce"`` is the L2 adaptation of Gupta and Verma 2023 (arXiv 2302.10287,
@@ -442,8 +440,6 @@ class _Run:
             self.average.update(self.model, step=self.updates)
 
     def _forward(self, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self.asked.loss == "anchored":
-            return anchored_loss(self.model, images, labels, eps, self.temperature)
         if self.cut is not None and self.bound is not None:
             module = self.model.net.get_submodule(self.cut)
             constant = self.bound.features
@@ -538,7 +534,7 @@ def _cut(model: Model) -> str:
     if cut is None:
         raise InputError(
             "the loss cut is for networks that anchored certifies behind a cut: a value with kinks before it, and with "
-            "smooth activations or one last kink behind it, such as liresnet_l6w64; take the loss anchored, or emma"
+            "smooth activations or one last kink behind it, such as liresnet_l6w64; take the loss adversarial, or emma"
         )
     path = cut.path.removeprefix("net").removeprefix(".")
     if not path:

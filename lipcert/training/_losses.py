@@ -19,30 +19,6 @@ def twice_differentiable() -> contextlib.AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def anchored_loss(
-    model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, eps: float, temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the logits after ε‖∇(f_y − f_j)‖, j the runner-up, is added to every logit of a wrong class.
-
-    This enlarges the margin that the anchored certificate needs to first order. The gradient is differentiated again,
-    so the loss and its backward pass need :func:`twice_differentiable`.
-
-    Args:
-        model: maps pixels to logits, each image independently.
-        images: shape (N, C, H, W).
-        labels: the classes y, shape (N,).
-        eps: ε in ℓ2 on pixels.
-        temperature: divides the logits.
-
-    Returns:
-        The loss, and the logits of the model, shape (N, classes).
-    """
-    logits, gradient = _margin_gradient(model, images, labels, create_graph=True)
-    reach = eps * gradient.flatten(1).norm(dim=1, keepdim=True)
-    is_label = F.one_hot(labels, logits.shape[1]).bool()
-    return F.cross_entropy((logits + reach * ~is_label) / temperature, labels), logits
-
-
 def cut_loss(
     model: Callable[[Tensor], Tensor],
     cut: nn.Module,
@@ -83,8 +59,8 @@ def adversarial_loss(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy at x − ε∇(f_y − f_j)/‖∇(f_y − f_j)‖, j the runner-up: where the margin is smallest to first order.
 
-    For two classes this is :func:`anchored_loss` to first order in ε, since the margin there is f_y − f_j − ε‖∇(f_y −
-    f_j)‖ up to curvature. The moved image is a constant for the gradient, so there is no second derivative.
+    The margin there is f_y − f_j − ε‖∇(f_y − f_j)‖ up to curvature, which is what the anchored certificate needs to
+    first order. The moved image is a constant for the gradient, so there is no second derivative.
 
     Source: the fast gradient method of Goodfellow, Shlens and Szegedy, "Explaining and harnessing adversarial
     examples", ICLR 2015, section 4, with the ℓ2 norm, and with the margin in place of the cross-entropy.
@@ -99,22 +75,14 @@ def adversarial_loss(
     Returns:
         The loss, and the logits of the images as they are, shape (N, classes).
     """
-    logits, gradient = _margin_gradient(model, images, labels)
-    moved = images - eps * F.normalize(gradient.flatten(1)).view_as(images)
-    return F.cross_entropy(model(moved) / temperature, labels), logits.detach()
-
-
-def _margin_gradient(
-    model: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, create_graph: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The logits f, shape (N, classes), and ∇(f_y − f_j) on pixels, j the runner-up, of the shape of the images."""
     images = images.detach().requires_grad_()
     logits = model(images)
     is_label = F.one_hot(labels, logits.shape[1]).bool()
     runner_up = logits.detach().masked_fill(is_label, -math.inf).argmax(1, keepdim=True)
     margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
-    (gradient,) = torch.autograd.grad(margin.sum(), images, create_graph=create_graph)
-    return logits, gradient
+    (gradient,) = torch.autograd.grad(margin.sum(), images)
+    moved = images.detach() - eps * F.normalize(gradient.flatten(1)).view_as(images)
+    return F.cross_entropy(model(moved) / temperature, labels), logits.detach()
 
 
 def noise_loss(
