@@ -507,8 +507,10 @@ def test_margins_in_longer_arithmetic_are_within_the_bound_over_the_box() -> Non
         net[1].weight.copy_(matrix)
         net[3].weight.copy_(head)
     model, images = wrapped(net, (3, 8, 8)), corners(200, 3, 8, 8)
-    long = [tensor.detach().numpy().astype(np.longdouble) for tensor in (images.flatten(1), *net.parameters())]
-    pixels, first, offset, last, shift = long
+    parts = [*(x.expand(1, 3, 8, 8).flatten(1) for x in (model.mean, model.std)), *model.net.parameters()]
+    long = [part.detach().numpy().astype(np.longdouble) for part in (images.flatten(1), *parts)]
+    pixels, mean, std, first, offset, last, shift = long
+    pixels = (pixels - mean) / std
     exact = np.maximum(pixels @ first.T + offset, 0) @ last.T + shift
     predicted, computed = margins(model(images).detach())
     lost = Roundoff(model, REAL).lost(images, predicted, torch.zeros(len(images)), computed)
