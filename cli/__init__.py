@@ -12,6 +12,7 @@ from lipcert.settings import version
 
 from ._commands import SETTINGS, Commands
 from ._errors import one_line_errors
+from ._streams import open_streams
 
 app = typer.Typer(name="lipcert", cls=Commands, no_args_is_help=True, **SETTINGS)
 
@@ -53,4 +54,11 @@ def options(
 
 def main() -> None:
     """Entry point of the installed command."""
-    app(prog_name="lipcert")
+    open_streams()
+    try:
+        app(prog_name="lipcert")
+    except SystemExit as end:
+        sys.stdout.flush()
+        if not end.code and getattr(sys.stdout, "lost", False):
+            sys.exit(2)
+        raise

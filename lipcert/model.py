@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -100,12 +101,26 @@ def evaluated(net: nn.Module) -> nn.Module:
         raise InputError("the module is an exported program; give the module that it was exported from") from error
 
 
-def outside_inference_mode(function: Function) -> Function:
-    """A decorator that runs a function outside of ``torch.inference_mode()``, which prevents differentiation."""
+_ALONE = threading.RLock()
+
+
+def alone(function: Function) -> Function:
+    """A decorator that lets one thread run at a time: settings of torch that lipcert changes are of the process."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False):
+        with _ALONE:
+            return function(*args, **kwargs)
+
+    return cast(Function, run)
+
+
+def outside_inference_mode(function: Function) -> Function:
+    """:func:`alone`, outside of ``torch.inference_mode()``, which prevents differentiation."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _ALONE, torch.inference_mode(False):
             return function(*args, **kwargs)
 
     return cast(Function, run)

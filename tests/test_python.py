@@ -10,6 +10,7 @@ import sys
 import textwrap
 import typing
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -318,3 +319,18 @@ def test_numbers_of_numpy_reach_the_recipe_as_plain_ones() -> None:
     step = model.recipe[-1]
     assert json.loads(json.dumps(step)) == step
     assert step["eps"] >= 36 / 255
+
+
+def test_threads_at_once_give_the_same_radii_and_leave_torch_as_it_was():
+    """Settings of torch are those of the process, so one thread must not restore what another has changed."""
+    model, images = lipcert.load(), torch.rand(2, 3, 8, 8)
+
+    def state():
+        switches = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+        return *switches, torch._C._get_mkldnn_enabled(), torch.get_num_threads(), torch.is_grad_enabled()
+
+    before = state()
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda _: lipcert.certify(model, images, eps=1e-3, method="gloro").radius, range(8))]
+    assert state() == before
+    assert all(torch.equal(one, found[0]) for one in found)

@@ -34,7 +34,7 @@ from lipcert.graph import (
     passes,
     without_fused_kernels,
 )
-from lipcert.model import Model, unusable
+from lipcert.model import Model, alone, unusable
 from lipcert.numerics import INFINITE, Bound, LayerBound, Upper, is_out_of_memory
 
 Progress = Callable[[int, int, str], None]
@@ -314,6 +314,7 @@ def _holds_value(tree: Any) -> bool:
     return any(_holds_value(item) for item in tree) if isinstance(tree, (tuple, list)) else isinstance(tree, Value)
 
 
+@alone
 def lipschitz(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Bound:
     """An upper bound on the ℓ2 Lipschitz constant of the map from pixels in [0, 1] to logits.
 

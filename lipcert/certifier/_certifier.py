@@ -41,7 +41,7 @@ from lipcert.graph import (
     without_fused_kernels,
 )
 from lipcert.inputs.artifact import seed_of
-from lipcert.model import Model, check_labels
+from lipcert.model import Model, alone, check_labels
 from lipcert.norms import Budget, Rigor
 from lipcert.numerics import Certificates, check_environment, give_back, is_out_of_memory, memory_left
 from lipcert.settings import SMOOTHING, STAGED, CertifySettings, parse_eps, parse_memory, settings_of, takes
@@ -103,6 +103,7 @@ class Certifier:
     watch: Callable[[str, float], None] | None = None
 
     @takes(CertifySettings)
+    @alone
     def __init__(
         self,
         model: Model,
@@ -182,6 +183,7 @@ class Certifier:
         """:meth:`run` for images of a data set."""
         return self.run(batch.images, batch.labels)
 
+    @alone
     def run(self, images: Tensor, labels: Tensor | None = None) -> Certificates:
         """Certifies a batch, in parts if memory does not suffice.
 

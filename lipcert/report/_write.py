@@ -75,7 +75,7 @@ def write(
     for path, text in content.items():
         try:
             with replacing(path) as partial:
-                partial.write_text(text, encoding="utf-8", newline="\n")
+                partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     return list(content)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipcert.errors import InputError
+from lipcert.inputs.lists import printable
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same, same_logits
 from lipcert.results._statistics import Tally
@@ -45,7 +46,7 @@ class Run(Tally):
     def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int = 0):
         super().__init__(rows)
         self.path = path
-        self.name = path.stem
+        self.name = printable(path.stem)
         self.summary = summary
         self.size = size
         self.notes: list[str] = []
@@ -272,7 +273,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
         for reason in run.contradictions():
             raise InputError(f"{run.path} contradicts itself: {reason}; certify the images again, into another file")
         if run.name in shared:
-            run.name = run.path.with_suffix("").as_posix()
+            run.name = printable(run.path.with_suffix("").as_posix())
     return runs
 
 

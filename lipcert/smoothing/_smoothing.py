@@ -18,7 +18,7 @@ from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, LipcertError, first_line
 from lipcert.graph import ONE_LOGIT, outputs_of
 from lipcert.inputs.loading import number_of_classes
-from lipcert.model import Model, check_labels
+from lipcert.model import Model, alone, check_labels
 from lipcert.norms import Rigor
 from lipcert.numerics import is_out_of_memory, random_states, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
@@ -79,6 +79,7 @@ class Smoothing:
     watch: Callable[[str, float], None] | None = None
 
     @takes(CertifySettings)
+    @alone
     def __init__(
         self,
         model: Model,
@@ -159,6 +160,7 @@ class Smoothing:
         requests = [(image, index, draws) for image, index in zip(pixels, indices, strict=True)]
         return [torch.from_numpy(classes) for classes in self._classes(requests)]
 
+    @alone
     def _run(
         self, images: Tensor, labels: Tensor | None, numbers: Sequence[int], votes: list[Votes]
     ) -> SmoothedCertificates:

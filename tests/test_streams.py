@@ -1,0 +1,47 @@
+"""Standard streams that are closed, full, or that lack characters: rows are written, and the exit code tells."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CERTIFY = [
+    sys.executable,
+    "-m",
+    "lipcert",
+    "certify",
+    "bundled",
+    "--eps",
+    "36/255",
+    "--method",
+    "gloro",
+    "--limit",
+    "4",
+]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device here")
+@pytest.mark.parametrize(
+    ("redirection", "code"), [(">&- 2>&-", 0), (">/dev/full 2>/dev/full", 2), ("2>/dev/full <&-", 0)]
+)
+def test_streams_that_take_nothing(tmp_path, redirection, code):
+    line = f'"$@" {redirection}'
+    words = ["bash", "-c", line, "bash", *CERTIFY, "--out", "r.jsonl"]
+    result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (code, "")
+    rows = [json.loads(row) for row in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [sorted(row) for row in rows] == [sorted(rows[0])] * 4
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_outputs_without_greek(tmp_path, encoding):
+    name = os.fsdecode(b"r\xe4.jsonl")  # and a name that is not UTF-8
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    subprocess.run([*CERTIFY, "--out", name], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    words = [sys.executable, "-m", "lipcert", "report", name, name, "--html", "a.html", "--card", "c.md"]
+    result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert "95 % CI" in result.stdout.decode(encoding)
+    assert "r\\xe4" in (tmp_path / "a.html").read_text(encoding="utf-8")
