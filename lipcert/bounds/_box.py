@@ -47,7 +47,7 @@ from lipcert.bounds._registry import RULES, box
 from lipcert.bounds._value import Value
 from lipcert.graph import Graph, Node, evaluate, needed
 from lipcert.norms import Draw, Ledger
-from lipcert.numerics import INFLATE, Upper
+from lipcert.numerics import INFLATE, Upper, l2_norm, root_sum
 
 EVALUATION = 1e-10
 
@@ -340,7 +340,7 @@ def unknown(walk: Walk, node: Node, *operands: State) -> State:
     if walk.zero_radius:
         moved = torch.zeros_like(walk.eps)
         for x in operands:
-            most = flat(x.reach).norm(dim=1) * ratio(lip, x.lip)
+            most = l2_norm(flat(x.reach), 1) * ratio(lip, x.lip)
             moved = torch.maximum(moved, torch.where(top(x.reach) > 0, most, 0.0))
         error = moved * len(operands) * INFLATE + top(value.abs()) * EVALUATION
         reach = over(error, value).expand_as(value)
@@ -406,7 +406,7 @@ def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
         rounding = walk.replay(node, *(x.value.abs() for x in states)) * (math.prod(order[0].shape) * 2.0**-50)
 
     def side_by_side() -> Tensor:
-        return torch.stack([x.constant.square() for x in states]).sum(0).sqrt() * INFLATE
+        return root_sum(*(x.constant for x in states)) * INFLATE
 
     once = node.op in ("cat", "stack") and len(states) == len(node.operands)
     return walk.result(node, up, down, states, constant=side_by_side if once else None, rounding=rounding)

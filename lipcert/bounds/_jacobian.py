@@ -22,7 +22,7 @@ from torch import Tensor
 from lipcert.bounds._registry import Jacobian, NoAnswer, Schur, rule_for
 from lipcert.bounds._remainder import per_image, remainder_of
 from lipcert.graph import Node, map_nodes, run
-from lipcert.numerics import SMALLEST_NORMAL, UNIT
+from lipcert.numerics import UNIT, computed_l2_norm, l2_norm, over
 
 Bounds = tuple[Tensor | float, Tensor | float]
 
@@ -40,9 +40,7 @@ def gamma(terms: float) -> float:
 def lengths(value: Tensor) -> Tensor:
     """Upper bounds on the ℓ2 norm per image, shape (N,); infinite entries, as in masks, are exact and left out."""
     flat = per_image(value.to(torch.float64))
-    flat = torch.where(flat.isinf(), 0.0, flat).abs()
-    largest = flat.amax(1, keepdim=True).clamp_min(SMALLEST_NORMAL) if flat.shape[1] else flat.new_ones(len(flat), 1)
-    return (flat / largest).norm(dim=1) * largest[:, 0] * (1 + 1e-9)
+    return l2_norm(torch.where(flat.isinf(), 0.0, flat), 1) * (1 + 1e-9)
 
 
 def column_sums(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor:
@@ -90,11 +88,11 @@ def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weigh
     |J| is at most the sum of the absolute values of its terms, 3 max|weight| scale/s. The rounding errors of c and s
     relative to s grow with the token's norm divided by s. They enter J twice as a factor, up to 8 in total.
     """
-    length = tokens.norm(dim=-1)
-    centred_length = (tokens - tokens.mean(-1, keepdim=True)).norm(dim=-1) if centred else length
+    length = l2_norm(tokens, -1)
+    centred_length = computed_l2_norm(tokens - tokens.mean(-1, keepdim=True), -1) if centred else length
     # The norm of the exact centred token is at least this.
     centred_length = (centred_length - gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
-    short = 1 / torch.sqrt(centred_length.square() + least**2) if least else 1 / centred_length
+    short = over(1.0, torch.hypot(centred_length, torch.full_like(centred_length, least)))
     largest = 1.0 if weight is None else weight.detach().abs().max().item()
     # J is scale/s times weight ∘ (I − 11ᵀ/n − ccᵀ/s²): three terms of norm at most 1 each.
     gain = 3 * scale * largest * per_image(short)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lipcert.bounds._remainder import (
     ROUNDED,
-    TINY,
     Against,
     Contracted,
     Radial,
@@ -19,7 +18,7 @@ from lipcert.bounds._remainder import (
     largest_share,
     per_image,
 )
-from lipcert.numerics import at_most
+from lipcert.numerics import at_most, l2_norm, over, power_of_two, sum_squares, times
 
 # More than the rounding error of a difference, relative to what is subtracted from.
 _NOISE = 1e-14
@@ -70,8 +69,9 @@ class Kinked(Remainder):
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         total, most = self._reach(rho)
-        crossing = (1 - self.distance / most.clamp_min(TINY)).clamp_min(0)
-        return self.slope * largest_share(crossing.square(), total, most).sqrt()
+        crossing = (1 - over(self.distance, most)).clamp_min(0)
+        share = largest_share(crossing.square(), torch.ones_like(total), over(most, total[:, None]))
+        return self.slope * times(share.sqrt(), total)
 
     def against(self, direction: Tensor) -> Against:
         weight = self._against(direction)
@@ -98,25 +98,30 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
     or taken at τ = min(w_i/(2λ), most_i). The sum is convex in λ. It is minimised over the λ of a fixed grid, 0, and
     the λ from which on all maxima are 0, so that the bound is non-decreasing in ρ and ``most``.
     """
-    reaches = (distance < most) & (weight > 0)
+    reaches = (distance < most) & ~(weight <= 0)
     used = reaches.any(0)
     if not bool(used.any()):
         return torch.zeros_like(rho)
     weight, distance = torch.where(reaches, weight, 0.0)[:, used], distance[:, used].abs()  # 0 in place of −0
     most = most.expand(len(reaches), reaches.shape[1])[:, used]
-    scale, rho = weight.amax(1).clamp_min(TINY), rho.clamp_min(TINY)  # smaller squares underflow
+    reached = at_most(weight * (most - distance).clamp_min(0)).sum(1)
+    # In units of powers of two near max w and ρ no square leaves float64's range, and the grid of λ is the same.
+    scale, unit = power_of_two(weight.amax(1)), power_of_two(rho)
+    weight, length = weight / scale[:, None], torch.where(rho.isfinite(), rho, 1.0) / unit
+    most = torch.minimum(most / unit[:, None], length[:, None])
+    distance = (distance / unit[:, None]).clamp_max(2.0)
 
     def value(place: Tensor) -> tuple[Tensor, Tensor]:
         """The bound for the λ at a place of the grid, and its derivative by λ."""
-        multiplier = (scale * torch.exp2(place / _FINE))[:, None]
+        multiplier = torch.exp2(place / _FINE)[:, None]
         tau = torch.minimum(weight / (2 * multiplier), most)
         # τ − k may cancel; the last term is more than its rounding error.
         gained = weight * (tau - distance) - multiplier * tau.square() + _NOISE * weight * tau
-        absorbed = torch.where(gained > 0, tau, 0.0).square().sum(1)
-        return multiplier[:, 0] * rho.square() + gained.clamp_min(0).sum(1), rho.square() - absorbed
+        absorbed = sum_squares(torch.where(gained > 0, tau, 0.0), 1)
+        return multiplier[:, 0] * length.square() + gained.clamp_min(0).sum(1), length.square() - absorbed
 
     # The derivative is not negative from λ = ‖w‖/(2ρ) on.
-    high = (_FINE * torch.log2(weight.norm(dim=1) / (2 * rho * scale).clamp_min(TINY))).clamp(-_SPAN, _SPAN).ceil()
+    high = (_FINE * torch.log2(over(l2_norm(weight, 1), 2 * length))).clamp(-_SPAN, _SPAN).ceil()
     low = high - 2**_STEPS
     with torch.no_grad():
         for _ in range(_STEPS):
@@ -124,12 +129,14 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
             rising = value(middle)[1] >= 0
             # Convex in λ: where the derivative is not negative, the minimum lies at or below the middle.
             low, high = torch.where(rising, low, middle), torch.where(rising, middle, high)
-    reached = at_most(weight * (most - distance).clamp_min(0)).sum(1)
     # From the largest (τ − k)/τ² · w on, every maximum is 0.
-    steepest = torch.where(most < 2 * distance, (most - distance) / most.square(), 1 / (4 * distance))
-    alone = at_most(torch.where(weight > 0, weight * steepest, 0.0).amax(1) * rho.square())
-    best = torch.minimum(torch.minimum(value(low)[0], value(high)[0]), torch.minimum(reached, alone))
-    return at_most(best * (1 + ROUNDED))
+    steepest = torch.where(
+        most < 2 * distance, over((most - distance).clamp_min(0), most.square()), over(0.25, distance)
+    )
+    alone = times(weight, steepest).amax(1) * length.square()
+    best = torch.minimum(torch.minimum(value(low)[0], value(high)[0]), at_most(alone))
+    best = times(times(best, scale), unit).where(rho.isfinite(), torch.full_like(rho, math.inf))
+    return at_most(torch.minimum(best, reached) * (1 + ROUNDED))
 
 
 class RadialKink(Radial):
@@ -172,7 +179,7 @@ class RadialKink(Radial):
 
     def against(self, direction: Tensor) -> Against:
         curved = super().against(direction)
-        kinked = Kinked(self.kink).against(self._against(direction).norm(dim=-1))
+        kinked = Kinked(self.kink).against(l2_norm(self._against(direction), -1))
         return lambda rho: curved(rho) + self.gain * kinked(rho)
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._value import COMPOSED, Dense
+from lipcert.numerics import l2_norm, times
 
 # Margins and quotients are computed in float64 with a few roundings each. This factor lowers a radius by more than they
 # can raise it.
@@ -56,7 +57,7 @@ class MarginBounds:
         # ‖w_j‖ is the distance to a row of zeros.
         extended = torch.cat([self.weight, torch.zeros_like(self.weight[:1])])
         lengths = row_distances(extended, self.classes, self.composed)[: self.classes]
-        return (torch.where(lengths > 0, lengths * self.features, 0.0) * (1 + 2.0**-51)).cpu()
+        return times(lengths, torch.full_like(lengths, self.features)).cpu()
 
     def _row(self, y: int) -> Tensor:
         if self.weight is None:
@@ -64,7 +65,7 @@ class MarginBounds:
         else:
             distances = row_distances(self.weight, y, self.composed)
             # 0 · ∞ = 0: two classes with equal rows have a constant margin.
-            row = torch.where(distances > 0, distances * self.features, 0.0) * (1 + 2.0**-51)
+            row = times(distances, torch.full_like(distances, self.features))
         row[y] = 0.0
         return row.cpu()
 
@@ -73,17 +74,13 @@ def row_distances(weight: Tensor, y: int, composed: bool = False) -> Tensor:
     """Upper bounds on ‖w_y − w_j‖ for all rows j of a float64 matrix, shape (rows,).
 
     Rows that were folded with a scale contain rounding errors, so a difference may err by ``COMPOSED`` − 1 relative to
-    its terms. Dividing by the largest entry prevents underflow of the squares.
+    its terms.
     """
-    rounding = 1 + (weight.shape[1] + 8) * 2.0**-52
-    difference = (weight - weight[y]).abs()
-    largest = difference.amax(1, keepdim=True)
-    norm = (difference / torch.where(largest > 0, largest, 1.0)).norm(dim=1) * largest[:, 0] * rounding
+    norm = l2_norm(weight - weight[y], 1) * (1 + 2.0**-51)
     if not composed:
         return norm
-    scale = weight.abs().amax()
-    unit = (weight / scale if scale > 0 else weight).norm(dim=1) * scale
-    return norm + (unit + unit[y]) * (COMPOSED - 1)
+    sizes = l2_norm(weight, 1)
+    return norm + (sizes + sizes[y]) * (COMPOSED - 1)
 
 
 def margins(logits: Tensor) -> tuple[Tensor, Tensor]:

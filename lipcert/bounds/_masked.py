@@ -19,7 +19,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.graph import Node
 from lipcert.norms import Draw, lanczos_error, lanczos_norm, verified_norms
-from lipcert.numerics import INFLATE, without_cudnn
+from lipcert.numerics import INFLATE, root_of_squares, without_cudnn
 
 DENSE_SIDE = 256
 _DENSE_ENTRIES = 2**20
@@ -55,7 +55,7 @@ class Core:
 
     def row_norms(self, inner: Tensor) -> Tensor:
         """Norms of the rows of A·diag(inner), in the shape of the result, rounded up."""
-        return self.operation(inner.square(), self.weight.square()).clamp_min(0).sqrt() * INFLATE
+        return root_of_squares(self.operation, inner, self.weight) * INFLATE
 
     def rounding(self, operand: Tensor) -> Tensor:
         """A bound on the rounding error of each entry of the result: (n + 16) 2⁻⁵² (|W||h| + |b|).

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lipcert.bounds._registry import RULES, NoAnswer, answer_of, check_entries, registered
 from lipcert.graph import Node
-from lipcert.numerics import UNIT, at_most
+from lipcert.numerics import UNIT, at_most, computed_l2_norm, l2_norm, times, unit_vectors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -297,7 +297,7 @@ class Smooth(Remainder):
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         steep = at_most(self._local(rho) / 2 * each_entry(rho))
-        return torch.minimum(steep.amax(1) * rho[0], at_most(steep * each_entry(rho)).norm(dim=1))
+        return torch.minimum(steep.amax(1) * rho[0], l2_norm(at_most(steep * each_entry(rho)), 1))
 
     def against(self, direction: Tensor) -> Against:
         return lambda rho: largest_share(self._weights(direction, rho), rho[0], each_entry(rho))
@@ -368,7 +368,7 @@ class Bilinear(Remainder):
         return self.factor * rho[x] * rho[y]
 
     def against(self, direction: Tensor) -> Against:
-        size = per_image(direction).norm(dim=1)
+        size = l2_norm(per_image(direction), 1)
         return lambda rho: size * self.norm(rho)
 
 
@@ -410,9 +410,9 @@ class Radial(Remainder):
         self.axis, self.centred = axis, centred
         rows = self.rows(h)
         self.n = self._centre(rows) / radius
-        self.length = self.n.norm(dim=-1)  # (N, tokens): n of every token
+        self.length = computed_l2_norm(self.n, -1)  # (N, tokens): n of every token
         self.hidden = 4 * (rows.shape[-1] + 16) * UNIT  # the relative rounding error of a centred token
-        self.lost = self.hidden * rows.norm(dim=-1).amax(1)
+        self.lost = self.hidden * l2_norm(rows, -1).amax(1)
 
     def rows(self, tensor: Tensor) -> Tensor:
         """(N, tokens, entries)."""
@@ -437,7 +437,7 @@ class Radial(Remainder):
         return largest * self._curvature(rho[0]).amax(1) / 2 * rho[0] ** 2
 
     def against(self, direction: Tensor) -> Against:
-        size = self._against(direction).norm(dim=-1)
+        size = l2_norm(self._against(direction), -1)
         return lambda rho: (size * self._curvature(rho[0])).amax(1) / 2 * rho[0] ** 2
 
     def _against(self, direction: Tensor) -> Tensor:
@@ -447,22 +447,21 @@ class Radial(Remainder):
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         whole = self._against(direction)
-        a, lost = self._centre(whole), self.hidden * whole.norm(dim=-1, keepdim=True)
-        slope = a.norm(dim=-1, keepdim=True) + lost
+        a, lost = self._centre(whole), self.hidden * l2_norm(whole, -1, keepdim=True)
+        slope = l2_norm(a, -1, keepdim=True) + lost
         n, length = self.n, self.length[..., None]
         w = (1 + length.square()).rsqrt()
-        unit = n / length.clamp_min(TINY)
+        unit = unit_vectors(n)
         along = (a * unit).sum(-1, keepdim=True)
         across = a - along * unit
-        aside = across.norm(dim=-1, keepdim=True)
+        aside = l2_norm(across, -1, keepdim=True)
         first, mixed, other = 3 * along * length * w**5, w**3 * length * aside, along * length * w**3
         half = (first - other) / 2
-        root = (half.square() + mixed.square()).sqrt()
+        root = torch.hypot(half, mixed)
         # The eigenvector of the larger eigenvalue, by a formula without cancellation.
         ahead = torch.where(half >= 0, half + root, mixed)
         beside = torch.where(half >= 0, mixed, root - half)
-        size = (ahead.square() + beside.square()).sqrt().clamp_min(TINY)
-        v = (ahead * unit + beside * across / aside.clamp_min(TINY)) / size
+        v = unit_vectors(ahead * unit + beside * unit_vectors(across))
         base = other.clamp_min(0) + ROUNDED * slope * length * w**3 + lost  # ‖D²u‖ < 1
         top = torch.maximum((first + other) / 2 + root, base) * (1 + ROUNDED)
         base, top = ((self.scale / 2 * part).sqrt() for part in (base, top))
@@ -471,7 +470,7 @@ class Radial(Remainder):
             moved = self._centre(self.rows(deviation))
             return base * moved + more * v * (v * moved).sum(-1, keepdim=True)
 
-        third = 3 * self.scale / self.radius * slope[..., 0]
+        third = times(slope[..., 0], torch.full_like(slope[..., 0], 3 * self.scale / self.radius))
 
         def bound(
             rho: Sequence[Tensor], sizes: Sequence[Tensor], length: Tensor, third: Tensor, lost: Tensor

@@ -19,12 +19,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TINY = 1e-300
+from lipcert.numerics import l2_norm
 
 
 def eta(distance: Tensor, width: Tensor) -> Tensor:
     """η for entries at distances k from their kinks."""
-    return (width - distance).clamp_min(0) / (2 * width).clamp_min(TINY)
+    return torch.where(width > 0, (width - distance).clamp_min(0) / (2 * width), 0.0)
 
 
 class Bend:
@@ -35,16 +35,16 @@ class Bend:
 
     def slope(self, p: Tensor) -> Tensor:
         """κ(p), shape (N, entries), for p of that shape or (N, 1)."""
-        return torch.maximum(self.far, 1 - self.far - self.k / p.clamp_min(TINY))
+        return torch.maximum(self.far, 1 - self.far - torch.where(p > 0, self.k / p, 0.0))
 
     def norm(self, rho: Tensor, p: Tensor) -> Tensor:
         """Bound on ‖R‖ for ‖δ‖ ≤ ρ, shape (N,), and |δ_i| ≤ p."""
         slope = self.slope(p)
-        return torch.minimum(slope.amax(1) * rho, (slope * p).norm(dim=1))
+        return torch.minimum(slope.amax(1) * rho, l2_norm(slope * p, 1))
 
     def against(self, g: Tensor, rho: Tensor, p: Tensor) -> Tensor:
         """Bound on −Σ g_i R_i."""
         above, below = (-g).clamp_min(0) * self.slope(p), g.clamp_min(0) * self.far
-        rising = torch.minimum(above.norm(dim=1) * rho, (above * p).sum(1))
+        rising = torch.minimum(l2_norm(above, 1) * rho, (above * p).sum(1))
         falling = (below * torch.minimum(p, self.k)).sum(1)
-        return torch.minimum((above + below).norm(dim=1) * rho, rising + falling)
+        return torch.minimum(l2_norm(above + below, 1) * rho, rising + falling)

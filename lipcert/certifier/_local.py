@@ -28,7 +28,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.artifact import seed_of
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
-from lipcert.numerics import INFLATE
+from lipcert.numerics import INFLATE, l2_norm, times
 
 _EVALUATIONS = 64
 _SMALLEST = 1e-100  # on a ball of radius 0 every constant would be 0
@@ -160,8 +160,8 @@ class Local:
         constants = (walk.output.constant * (math.sqrt(2) * INFLATE))[:, None].expand(-1, classes)
         if head is not None:
             core, base, weights = head
-            rows = (self._differences(core, predicted) * weights[:, None]).norm(dim=2)
-            rows = torch.where(rows > 0, rows * base.constant[:, None], 0.0) * INFLATE
+            rows = l2_norm(self._differences(core, predicted) * weights[:, None], 2)
+            rows = times(rows, base.constant[:, None]) * INFLATE
             constants = torch.minimum(constants, rows)
         constants = torch.minimum(constants, self.everywhere.of(predicted.cpu()).to(constants.device))
         return constants.scatter(1, predicted[:, None], 0.0)

@@ -44,7 +44,7 @@ from lipcert.certifier._method import Method, NormsDone, Subject
 from lipcert.certifier._search import search
 from lipcert.errors import UnsupportedOperation
 from lipcert.norms import Budget, Ledger, dense_norm
-from lipcert.numerics import SAFETY
+from lipcert.numerics import SAFETY, l2_norm
 from lipcert.surgery import LayerProject, LipConv2d, LipLinear, RmsLayerProject, RmsSmoothProject, SmoothProject
 
 _WRITTEN_OUT = 1024  # columns
@@ -108,7 +108,7 @@ class LoFASTPaper(Method):
             x = net._pos_embed(embed(pixels))
             matrix = embed.proj.weight.flatten(1)
             start = float(dense_norm(matrix)) / float(self.subject.model.std.min())
-            size = float(matrix.norm()) * pixels.flatten(1).norm(dim=1) + x.flatten(1).norm(dim=1)
+            size = float(l2_norm(matrix)) * l2_norm(pixels.flatten(1), 1) + l2_norm(x.flatten(1), 1)
             first = 32 * gamma(matrix.shape[1]) * (size + math.sqrt(x.shape[1]) * _bias(embed.proj))
             blocks = []
             for number, block in enumerate(net.blocks):
@@ -148,39 +148,39 @@ def block_bounds(block: Any, x: Tensor) -> BlockBounds:
     queries, keys = (tokens[:, None] @ weight for weight in (wq, wk))
     scores = attention.scale * queries @ keys.mT
     weights = scores.softmax(-1)
-    sigma = float(s * queries.norm(dim=-1).amax() * keys.norm(dim=-1).amax())
+    sigma = float(s * l2_norm(queries, -1).amax() * l2_norm(keys, -1).amax())
     error = 32 * counted * (1 + sigma)
 
     def sizes(*factors: Tensor) -> Tensor:
         """Products of Frobenius norms of matrices, of which the rounding of their product is a small part."""
-        return torch.stack([factor.flatten(-2).norm(dim=-1).expand(heads) for factor in factors]).prod(0)
+        return torch.stack([l2_norm(factor.flatten(-2), -1).expand(heads) for factor in factors]).prod(0)
 
     of_form, of_mix = sizes(wq, wk), sizes(wv, wo)
     bilinear = s * (_norms(form) + error * of_form)
     mixed = _norms(mix) + error * of_mix
     zeta, first, values = [], [], []
     for t, p in zip(tokens, weights, strict=True):
-        size = float(t.norm())
+        size = float(l2_norm(t))
         first.append(s * (_scores(t, form) + error * size * of_form))
         values.append(_norms(t @ mix) + error * size * of_mix)
-        of_p = p.flatten(1).norm(dim=1)
+        of_p = l2_norm(p.flatten(1), 1)
         zeta.append(_zeta(p, mix, mixed) + error * float((of_p * of_mix).sum()))
     slope = _SLOPES[type(mlp.act)] * float(dense_norm(mlp.fc1.weight)) * float(dense_norm(mlp.fc2.weight))
     scales = [float(norm.weight.abs().max()) for norm in (block.norm1, block.norm2)]
-    length, inner = x.flatten(1).norm(dim=1), tokens.flatten(1).norm(dim=1)
+    length, inner = l2_norm(x.flatten(1), 1), l2_norm(tokens.flatten(1), 1)
     count = math.sqrt(x.shape[1])
     outputs = count * float(of_mix.sum()) * inner + count * _bias(attention.proj)
     y = x + attention(tokens)
-    hidden = float(mlp.fc1.weight.norm()) * block.norm2(y).flatten(1).norm(dim=1) + count * _bias(mlp.fc1)
-    dense = float(mlp.fc2.weight.norm()) * hidden + count * _bias(mlp.fc2)
+    hidden = float(l2_norm(mlp.fc1.weight)) * l2_norm(block.norm2(y).flatten(1), 1) + count * _bias(mlp.fc1)
+    dense = float(l2_norm(mlp.fc2.weight)) * hidden + count * _bias(mlp.fc2)
     return BlockBounds(
         torch.stack(zeta), torch.stack(first), bilinear, torch.stack(values), mixed, scales[0], 1 + scales[1] * slope,
-        (error * (length + inner + outputs), error * (y.flatten(1).norm(dim=1) + hidden + dense)),
+        (error * (length + inner + outputs), error * (l2_norm(y.flatten(1), 1) + hidden + dense)),
     )  # fmt: skip
 
 
 def _bias(layer: Any) -> float:
-    return 0.0 if layer.bias is None else float(layer.bias.norm())
+    return 0.0 if layer.bias is None else float(l2_norm(layer.bias))
 
 
 def _norms(matrices: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from lipcert.attacks import PGD
 from lipcert.inputs.data import Images
 from lipcert.model import Model
+from lipcert.numerics import l2_norm
 from lipcert.settings import unreached
 
 # The number of runners-up whose gradients are compared.
@@ -71,7 +72,7 @@ def first_order_limit(model: Model, images: Tensor, predicted: Tensor) -> Tensor
         (slope,) = torch.autograd.grad(margin.sum(), pixels, retain_graph=True, allow_unused=True)
         if slope is None:
             continue
-        length = slope.flatten(1).double().norm(dim=1)
+        length = l2_norm(slope.flatten(1).double(), 1)
         ratio = torch.where(length > 0, margin.detach().double() / length, math.inf)
         limit = torch.minimum(limit, ratio.nan_to_num(nan=math.inf, posinf=math.inf).cpu())
     return limit

@@ -10,6 +10,7 @@ from torch import Tensor
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._lanczos import SMALLEST, Product
 from lipcert.norms.budget import Draw
+from lipcert.numerics import l2_norm, root_sum
 
 # The number of unit vectors in one product.
 _TOGETHER = 64
@@ -45,7 +46,7 @@ def explicit_row_norms(
     With ``block`` > 1, bounds on the spectral norms of the blocks of rows 0 to block − 1, block to 2 block − 1, ….
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)
-    return _block_squares(product, unit, images, block).sqrt() * (1 + 1e-9)
+    return _block_norms(product, unit, images, block) * (1 + 1e-9)
 
 
 def written_row_norms(
@@ -57,11 +58,10 @@ def written_row_norms(
         rows = adjoint(part[:, None].expand(-1, images, -1)).flatten(2)
         if block > 1:
             blocks = rows.unflatten(0, (-1, block)).movedim(1, 2)
-            squares = _top(blocks @ blocks.mT)
+            norms.append(_top(blocks @ blocks.mT).clamp_min(SMALLEST**2).sqrt().T)
         else:
-            squares = rows.square().sum(2)
-        norms.append(torch.where(squares.isnan(), math.inf, squares.clamp_min(SMALLEST**2)).T)
-    return torch.cat(norms, 1).sqrt() * (1 + 1e-9)
+            norms.append(l2_norm(rows, 2).T)
+    return torch.cat(norms, 1) * (1 + 1e-9)
 
 
 def explicit_rows(
@@ -70,8 +70,7 @@ def explicit_rows(
     """Deterministic upper bounds on the norm and the largest row norm of each J_n, from the same ``size`` products."""
     unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
     rows = torch.cat([adjoint(part).flatten(2) for part in unit.split(_TOGETHER)])
-    longest = rows.square().sum(2).amax(0)
-    longest = torch.where(longest.isnan(), math.inf, longest.clamp_min(SMALLEST**2)).sqrt() * (1 + 1e-9)
+    longest = l2_norm(rows, 2).amax(0) * (1 + 1e-9)
     norms = torch.tensor([_norm(matrix) for matrix in rows.unbind(1)], dtype=torch.float64, device=device)
     return norms, longest
 
@@ -98,34 +97,26 @@ def row_norms(
     at most the largest eigenvalue of Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue replaces Σ_t (J g_t)_i².
     """
     vectors = draw.normal(probes, size).to(device)
-    squares = _block_squares(product, vectors, images, block)
-    target = 2 / probes * math.log(draw.delta / squares.shape[1])
+    norms = _block_norms(product, vectors, images, block)
+    target = 2 / probes * math.log(draw.delta / norms.shape[1])
     low, high = math.exp(target - 1), 1.0  # log c + 1 − c ≤ target at c = low
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if math.log(middle) + 1 - middle < target else (low, middle)
-    return (squares / (low * (1 - 1e-9) * probes)).sqrt() * (1 + 1e-9)
+    return norms / math.sqrt(low * (1 - 1e-9) * probes) * (1 + 1e-9)
 
 
-def _row_squares(product: Product, vectors: Tensor, images: int) -> Tensor:
-    """Σ_t (J_n v_t)_i² of all rows i, shape (N, rows): at least 1e-280, and ∞ in place of NaN."""
-    total: Tensor | float = 0.0
-    for part in vectors.split(_TOGETHER):
-        total = total + product(part[:, None].expand(-1, images, -1)).flatten(2).square().sum(0)
-    assert isinstance(total, Tensor)
-    return torch.where(total.isnan(), math.inf, total.clamp_min(1e-280))
-
-
-def _block_squares(product: Product, vectors: Tensor, images: int, block: int) -> Tensor:
-    """Upper bounds on the largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ for blocks B of rows, shape (N, blocks)."""
+def _block_norms(product: Product, vectors: Tensor, images: int, block: int) -> Tensor:
+    """Roots of bounds on the largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ for blocks B of rows, (N, blocks)."""
     if block == 1:
-        return _row_squares(product, vectors, images)
+        parts = (product(part[:, None].expand(-1, images, -1)).flatten(2) for part in vectors.split(_TOGETHER))
+        return root_sum(*(l2_norm(part, 0) for part in parts))
     total: Tensor | float = 0.0
     for part in vectors.split(_TOGETHER):
         moved = product(part[:, None].expand(-1, images, -1)).flatten(2).unflatten(2, (-1, block))
         total = total + torch.einsum("tnbi,tnbj->nbij", moved, moved)
     assert isinstance(total, Tensor)
-    return _top(total).clamp_min(1e-280)
+    return _top(total).clamp_min(SMALLEST**2).sqrt()
 
 
 def _top(gram: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipcert.norms.budget import Draw
-from lipcert.numerics import INFLATE, SMALLEST_NORMAL
+from lipcert.numerics import INFLATE, computed_l2_norm, l2_norm, unit_vectors
 
 Product = Callable[[Tensor], Tensor]
 
@@ -149,9 +149,9 @@ def _raised(
         for _ in range(2):
             orthogonal = orthogonal - (orthogonal @ previous.mT) @ previous
         orthogonal = orthogonal[:, 0]
-        size, length = _length(image), _length(orthogonal)
+        size, length = (computed_l2_norm(part, 1) for part in (image, orthogonal))
         beside.append(torch.where(length > _NOISE * size, length, 0.0))
-        basis[:, step] = torch.where(beside[-1][:, None] > 0, orthogonal / length.clamp_min(1e-300)[:, None], 0.0)
+        basis[:, step] = torch.where(beside[-1][:, None] > 0, unit_vectors(orthogonal), 0.0)
         terms = [(diagonal[-1], current), (beside[-1], basis[:, step])]
         if step > 1:
             terms.append((beside[-2], basis[:, step - 2]))
@@ -159,7 +159,7 @@ def _raised(
         for factor, vector in terms:
             image = image - factor[:, None] * vector
             rounding = rounding + factor.abs()
-        residual = residual + (_length(image) + 2.0**-50 * rounding).square()
+        residual = residual + (l2_norm(image, 1) + 2.0**-50 * rounding).square()
         if step % 2 == 0 or step == steps:
             value, now = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), math.log(2 * INFLATE / part))
             now = torch.maximum(now, value + 2 * INFLATE / part * residual.sqrt())
@@ -174,12 +174,6 @@ def _raised(
                 break
     upper = torch.where(zero, 0.0, upper.clamp_min(SMALLEST**2))  # 0 for a random vector: the map is 0 almost surely
     return largest(torch.maximum(bound, torch.where(broken, math.inf, upper))), largest(top)
-
-
-def _length(vectors: Tensor) -> Tensor:
-    """Norms of vectors, shape (N,), without underflow."""
-    size = vectors.abs().amax(1).clamp_min(SMALLEST_NORMAL)
-    return size * (vectors / size[:, None]).norm(dim=1)
 
 
 def _reach(diagonal: Tensor, beside: Tensor, log_reach: float) -> tuple[Tensor, Tensor]:

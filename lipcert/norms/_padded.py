@@ -31,7 +31,7 @@ from torch import Tensor
 from lipcert.norms._conv import _Axis, _polyphase, _torus_norm, conv_norm
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._scale import as_float64, normalise
-from lipcert.numerics import Estimator, Upper, or_estimated
+from lipcert.numerics import Estimator, Upper, l2_norm, or_estimated
 
 _DENSE_SIDE = 512
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -106,7 +106,7 @@ def _dense(weight: Tensor, border: Border, geometry: dict[str, Any], inputs: int
     scaled, scale = normalise(as_float64(weight))
     matrix, size = (convolution(border.apply(units), w, None, **geometry).flatten(1) for w in (scaled, scaled.abs()))
     error = math.prod(weight.shape[2:]) * 2.0**-50
-    return (dense_norm(matrix) + Upper(float(size.norm())) * error) * scale
+    return (dense_norm(matrix) + Upper(float(l2_norm(size))) * error) * scale
 
 
 class _Cycle(_Axis):

@@ -44,6 +44,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lipcert import numerics
 from lipcert.norms._estimate import estimate_largest, estimates
 from lipcert.numerics import INFLATE, UNIT, Upper
 
@@ -76,7 +77,7 @@ def dot_error(length: int) -> float:
 def sum_squares(matrices: Tensor) -> Tensor:
     """‖·‖_F² of each matrix, shape (B, n, m) → (B,), with rounding as described above."""
     parts = torch.view_as_real(matrices.resolve_conj()) if matrices.is_complex() else matrices
-    return torch.linalg.vector_norm(parts, dim=tuple(range(1, parts.dim()))).square()
+    return numerics.sum_squares(parts, tuple(range(1, parts.dim())))
 
 
 def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:

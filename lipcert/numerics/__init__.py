@@ -1,4 +1,4 @@
-"""Numbers rounded outward, slacks for float64, results, estimates for training, floating-point formats, memory."""
+"""Numbers and norms rounded outward, slacks for float64, results, estimates for training, formats, memory."""
 
 from lipcert.numerics._bound import Bound, Estimate, LayerBound
 from lipcert.numerics._certificates import Certificates
@@ -21,6 +21,17 @@ from lipcert.numerics._estimate import (
     through,
 )
 from lipcert.numerics._formats import DTYPES, EXTRA, OWN_ROUNDING, REAL, STORED, Address, Format, address
+from lipcert.numerics._l2 import (
+    computed_l2_norm,
+    l2_norm,
+    over,
+    power_of_two,
+    root_of_squares,
+    root_sum,
+    sum_squares,
+    times,
+    unit_vectors,
+)
 from lipcert.numerics._memory import give_back, is_out_of_memory, memory_left
 from lipcert.numerics._random_states import random_states
 from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_out

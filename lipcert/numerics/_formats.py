@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lipcert.errors import InputError
+from lipcert.numerics._l2 import l2_norm
 from lipcert.numerics._slack import at_most
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -128,7 +129,7 @@ class Format:
         """The ℓ2 distance by which rounding the pixels can move an image in [0, 1] within ``radius``, shape (N,)."""
         pixels = images.reshape(len(images), -1)
         root = math.sqrt(pixels.shape[1])
-        norm = (pixels.norm(dim=1) + radius).clamp_max(root)
+        norm = (l2_norm(pixels, 1) + radius).clamp_max(root)
         return (norm * self.unit + root * self.smallest) * OWN_ROUNDING
 
 

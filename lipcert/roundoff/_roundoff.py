@@ -45,7 +45,7 @@ from lipcert.bounds import (
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, capture, evaluate, explicit_attention, map_nodes, needed
 from lipcert.model import Model
-from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Address, Format, Number, address, at_most
+from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Address, Format, Number, address, at_most, l2_norm
 from lipcert.roundoff._constants import computed_error
 
 # (margins f_y − f_j, number of the call) ↦ radii of shape (N,).
@@ -195,11 +195,7 @@ def _tensors(tree: object, tensors: list[Tensor]) -> None:
 def error_norm(error: Tensor) -> Tensor:
     """Upper bounds on the ℓ2 norms of (N, ...), shape (N,)."""
     flat = error.reshape(len(error), -1)
-    if not flat.shape[1]:
-        return flat.new_zeros(len(flat))
-    scale = flat.amax(1, keepdim=True)
-    unit = torch.where(scale > 0, flat / scale, 0.0).norm(dim=1) * scale[:, 0]
-    return at_most(unit * OWN_ROUNDING)
+    return at_most(l2_norm(flat, 1) * OWN_ROUNDING)
 
 
 class Roundoff:

@@ -36,7 +36,7 @@ from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
 from lipcert.graph import Node
-from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most
+from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, l2_norm
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -500,11 +500,11 @@ class HardSigmoid(KinkedEntries):
         return super().norm(rho) + _FLOAT32 * rho[0]
 
     def against(self, direction: Tensor) -> Against:
-        kinked, size = super().against(direction), _FLOAT32 * per_image(direction).norm(dim=1)
+        kinked, size = super().against(direction), _FLOAT32 * l2_norm(per_image(direction), 1)
         return lambda rho: kinked(rho) + size * rho[0]
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        return super().total(weight, rho, size) + _FLOAT32 * weight.norm(dim=1) * rho[0]
+        return super().total(weight, rho, size) + _FLOAT32 * l2_norm(weight, 1) * rho[0]
 
 
 @remainder("hardswish")
@@ -531,7 +531,7 @@ class HardSwish(Smooth):
 
     def against(self, direction: Tensor) -> Against:
         curved, kinked = super().against(direction), self.kinks.against(direction)
-        size = per_image(direction).norm(dim=1) * _FLOAT32
+        size = l2_norm(per_image(direction), 1) * _FLOAT32
         largest = self.z.abs().amax(1)
         return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
 
@@ -539,7 +539,7 @@ class HardSwish(Smooth):
         return None  # the kinks have no such form
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        slack = weight.norm(dim=1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
+        slack = l2_norm(weight, 1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
         return super().total(weight, rho, size) + self.kinks.against(weight)(rho) + slack
 
 

@@ -16,7 +16,7 @@ from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, larg
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Value
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, Format, Upper
+from lipcert.numerics import EXTRA, Format, Upper, l2_norm, over, sum_squares
 
 
 @rule("softmax")
@@ -50,9 +50,9 @@ def _odds(p: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     Σ q_i² ≤ 1 of a row count.
     """
     largest = per_image(p.amax(dim)) * (1 + _HIDDEN)
-    others = (p.square().sum(dim, keepdim=True) - p.square() + _HIDDEN).clamp_min(0)
-    steep = (1 + per_image((others / (1 - p).square().clamp_min(1e-300)).amax(dim)).clamp_max(1.0)).sqrt()
-    return largest / (1 - largest).clamp_min(1e-300), steep
+    others = (sum_squares(p, dim, keepdim=True) - p.square() + _HIDDEN).clamp_min(0)
+    steep = (1 + per_image(over(others, (1 - p).square()).amax(dim)).clamp_max(1.0)).sqrt()
+    return over(largest, 1 - largest), steep
 
 
 def _grown(r: Tensor, odds: Tensor, steep: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class Softmax(Remainder):
         spectral = (
             per_image((below + hidden).clamp_min(0).amax(dim)) * per_image(p.amax(dim)).clamp_max(0.5) / 2
         ).sqrt()
-        size = 2 * per_image(root.norm(dim=dim)).amax(1)
+        size = 2 * per_image(l2_norm(root, dim)).amax(1)
         norm = torch.minimum(spectral.amax(1) * (1 + _HIDDEN), size)
         form = Form(apply, (p, root), norm, size)
         return Contracted((form,), bound, (spread, *self.odds))
@@ -178,7 +178,7 @@ def softmax_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tenso
         return p.new_zeros(len(p), dtype=torch.float64)
     largest, place_of = p.max(-1, keepdim=True)
     others = p.scatter(-1, place_of, 0.0)
-    first, second, square = largest[..., 0], others.amax(-1), others.square().sum(-1)
+    first, second, square = largest[..., 0], others.amax(-1), sum_squares(others, -1)
     a, d, b = first * others.sum(-1), (second - square).clamp_min(0), first * square.sqrt()
     norm = torch.maximum((a + d) / 2 + torch.hypot((a - d) / 2, b), second)
     return per_image(norm).amax(1).clamp_max(0.5) * (1 + 1e-9)

@@ -33,7 +33,7 @@ from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm
 from lipcert.bounds.rules.structure import expand
 from lipcert.graph import Node
 from lipcert.norms import verified_norms
-from lipcert.numerics import REAL, Format, Upper, at_most, held
+from lipcert.numerics import REAL, Format, Upper, at_most, held, l2_norm
 
 # Sums over the last axis of the first factor.
 _MATRIX = Schur(magnitudes=True, terms=evenly(lambda node: arguments(node)["input"].shape[-1]))
@@ -199,10 +199,11 @@ class MatrixProduct(Bilinear):
     def _spectral(direction: Tensor) -> Tensor:
         """An upper bound on the largest spectral norm among the matrices of each image, shape (N,)."""
         matrices = direction.reshape(len(direction), -1, *direction.shape[-2:])
-        gram = matrices @ matrices.mT if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT @ matrices
-        largest = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).amax(1).sqrt()
-        # Eigenvalues have an error of a small multiple of 2⁻⁵³‖G‖_F², which the lower limit makes relative.
-        return torch.maximum(largest, per_image(direction).norm(dim=1) * 1e-6) * (1 + 1e-8)
+        size = l2_norm(per_image(direction), 1)
+        scaled = matrices / torch.where(size > 0, size, 1.0)[:, None, None, None]
+        gram = scaled @ scaled.mT if matrices.shape[-2] <= matrices.shape[-1] else scaled.mT @ scaled
+        # Eigenvalues have an error of a small multiple of 2⁻⁵³, which the lower limit makes relative.
+        return size * torch.linalg.eigvalsh(gram)[..., -1].amax(1).clamp_min(1e-12).sqrt() * (1 + 1e-8)
 
     def against(self, direction: Tensor) -> Against:
         largest = self._spectral(direction) * self.factor
@@ -211,7 +212,7 @@ class MatrixProduct(Bilinear):
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         if not self.aligned:
             return None
-        size, norm = per_image(direction.square().sum((-2, -1))).amax(1).sqrt(), self._spectral(direction)
+        size, norm = per_image(l2_norm(direction, (-2, -1))).amax(1), self._spectral(direction)
         x, y = self.used
         form = Form(lambda moved, g: g @ moved.mT, (direction,), norm * y, size * y, operand=1)
         return Contracted((form,), lambda rho, sizes: sizes[0] * x * rho[0])
@@ -259,7 +260,7 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
         raise NoAnswer("operands of different form")
     terms = x.nominal.shape[-1]
     rho_x, rho_y = x.over(x.rho), y.over(y.rho)
-    moved = x.nominal.norm(dim=-1, keepdim=True) * rho_y + rho_x * y.nominal.norm(dim=-2, keepdim=True) + rho_x * rho_y
+    moved = l2_norm(x.nominal, -1, keepdim=True) * rho_y + rho_x * l2_norm(y.nominal, -2, keepdim=True) + rho_x * rho_y
     size = torch.minimum(at_most(x.size @ y.size + moved), at_most(x.most @ y.most))
     # Only a constant factor is cast; its error meets the other factor's largest entries.
     cast = torch.zeros_like(size)

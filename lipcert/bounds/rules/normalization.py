@@ -21,7 +21,7 @@ from lipcert.bounds._rounding import Operand, size_and_cast
 from lipcert.bounds._value import COMPOSED, Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, INFINITE, Format, Upper, held
+from lipcert.numerics import EXTRA, INFINITE, Format, Upper, held, l2_norm, sum_squares
 
 
 def _by_fixed_statistics(node: Node) -> bool:
@@ -147,19 +147,18 @@ class Centred:
     @classmethod
     def without(cls, tokens: Tensor, rho: Tensor, most: Tensor) -> Centred:
         """Tokens that are not centred; arguments as for :meth:`of`."""
-        length = tokens.norm(dim=-1, keepdim=True)
-        square = torch.minimum((length + rho).square(), most.square().sum(-1, keepdim=True))
-        none = torch.zeros_like(length)
-        return cls(most, none.expand_as(most), none, none, (length - rho).clamp_min(0), square.sqrt(), square)
+        low, square = _length_bounds(tokens, most, rho, -1)
+        none = torch.zeros_like(low)
+        return cls(most, none.expand_as(most), none, none, low, square.sqrt(), square)
 
     @classmethod
     def of(cls, tokens: Tensor, rho: Tensor, most: Tensor, terms: int, fmt: Format) -> Centred:
         """Tokens minus their mean, whose error is that of :meth:`Format.sum`."""
         d = tokens.shape[-1]
         centred = tokens - tokens.mean(-1, keepdim=True)
-        length = centred.norm(dim=-1, keepdim=True)
+        length = l2_norm(centred, -1, keepdim=True)
         total = torch.minimum(tokens.abs().sum(-1, keepdim=True) + math.sqrt(d) * rho, most.sum(-1, keepdim=True))
-        square = torch.minimum((tokens.norm(dim=-1, keepdim=True) + rho).square(), most.square().sum(-1, keepdim=True))
+        square = torch.minimum((l2_norm(tokens, -1, keepdim=True) + rho).square(), sum_squares(most, -1, keepdim=True))
         size = torch.minimum(centred.abs() + rho, most + total / d)
         mean = tokens.mean(-1, keepdim=True).abs() + rho / math.sqrt(d)
         away = fmt.safe(fmt.sum(total / d, terms), total)
@@ -205,9 +204,9 @@ def normalised_rounding(
 
 def _length_bounds(x: Tensor, most: Tensor, rho: Tensor, axis: int) -> tuple[Tensor, Tensor]:
     """Lower bounds on the lengths of the vectors along an axis, and upper bounds on their squares; the axis is kept."""
-    nominal = x.norm(dim=axis, keepdim=True)
-    square = torch.minimum((nominal + rho).square(), most.square().sum(axis, keepdim=True))
-    return (nominal - rho).clamp_min(0), square
+    nominal = l2_norm(x, axis, keepdim=True)
+    square = torch.minimum((nominal + rho).square(), sum_squares(most, axis, keepdim=True))
+    return (nominal * (1 - 1e-9) - rho).clamp_min(0), square
 
 
 def inverse_root_error(off: Tensor, fmt: Format) -> Tensor:

@@ -21,7 +21,7 @@ from lipcert.bounds._value import Value, largest
 from lipcert.bounds.rules.activation import entrywise_box
 from lipcert.bounds.rules.attention import _HIDDEN, LogSumExp
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, Format, Upper
+from lipcert.numerics import EXTRA, Format, Upper, l2_norm
 
 
 def _slopes(node: Node, dims: int) -> Tensor:
@@ -152,7 +152,7 @@ class Sort(Kinked):
         return torch.minimum(super().norm(rho), 2 * rho[0])
 
     def against(self, direction: Tensor) -> Against:
-        kinked, size = super().against(direction), per_image(direction).norm(dim=1)
+        kinked, size = super().against(direction), l2_norm(per_image(direction), 1)
         return lambda rho: torch.minimum(kinked(rho), 2 * size * rho[0])
 
 

@@ -21,7 +21,7 @@ from lipcert.bounds._remainder import Against, remainder
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
 from lipcert.graph import Node
-from lipcert.numerics import INFLATE, Format, Upper, root_sum_squares
+from lipcert.numerics import INFLATE, Format, Upper, root_sum, root_sum_squares
 
 
 def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[Upper, Upper]:
@@ -358,4 +358,4 @@ class Larger(Kinked):
 
 
 def _together(rho: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(rho)).norm(dim=0)
+    return root_sum(*rho)

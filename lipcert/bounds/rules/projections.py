@@ -15,7 +15,7 @@ from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, jacobian, rounding, rule, secant
 from lipcert.bounds._remainder import Against, Radial, Remainder, per_image, remainder
 from lipcert.bounds._rounding import Operand, size_and_cast
-from lipcert.bounds._secants import TINY, Bend, eta
+from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.normalization import (
     ByGroup,
@@ -25,7 +25,7 @@ from lipcert.bounds.rules.normalization import (
     normalised_rounding,
 )
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, Format
+from lipcert.numerics import EXTRA, Format, computed_l2_norm, l2_norm, over, unit_vectors
 from lipcert.surgery import (
     GroupLayerProject,
     GroupSmoothProject,
@@ -35,6 +35,7 @@ from lipcert.surgery import (
     SmoothProject,
 )
 
+_SHORT = 1e-150  # the least length of a token in the secants of projections
 _ROUNDED = 1e-15  # above the rounding error of the difference of two numbers up to 1
 
 
@@ -50,8 +51,7 @@ def secant_project(x: Tensor, width: Tensor, module: Any) -> Tensor:
     """A projection onto a ball, with a secant slope of min(n, R) at n = ‖h‖ as the derivative along h."""
     rows = module.rows(x)
     h = rows - rows.mean(-1, keepdim=True) if module.centred else rows
-    square = h.detach().square().sum(-1, keepdim=True)
-    length = square.clamp_min(TINY).sqrt()
+    length = torch.hypot(torch.linalg.vector_norm(h.detach(), dim=-1, keepdim=True), h.new_tensor(_SHORT))
     far = eta((module.radius - length).abs(), width)
     across = module.radius / torch.maximum(length, module.radius)
     along = torch.where(length < module.radius, 1 - far, far)
@@ -93,8 +93,8 @@ class SecantProjection(Remainder):
         h = self._rows(operands[0])
         if module.centred:
             h = h - h.mean(-1, keepdim=True)
-        self.length = h.norm(dim=-1)
-        self.unit = h / self.length[..., None].clamp_min(TINY)
+        self.length = computed_l2_norm(h, -1)
+        self.unit = unit_vectors(h)
         self.units = self.unit.reshape(operands[0].shape)
         self.width = per_image(operands[1])
         self.weight = module.weight.detach().double()
@@ -112,10 +112,10 @@ class SecantProjection(Remainder):
     def _curvature(self, rho: Tensor) -> Tensor:
         """c_t, shape (N, tokens)."""
         rho = rho[:, None]
-        low = (self.length - rho).clamp_min(TINY)
+        low = (self.length - rho).clamp_min(0)
         least = low.clamp_max(self.radius)
-        near = 1 / (math.sqrt(3) * least) + rho / (2 * least.square()).clamp_min(TINY)
-        beyond = self.radius / (math.sqrt(3) * low.square()).clamp_min(TINY)
+        near = over(1 / math.sqrt(3), least) + over(rho, 2 * least.square())
+        beyond = over(self.radius / math.sqrt(3), low.square())
         inside = (self.length + rho <= self.radius) & (self.length + self.width <= self.radius)
         outside = (low >= self.radius) & (self.length - self.width >= self.radius)
         return torch.where(inside, 0.0, torch.where(outside, beyond, near))
@@ -131,13 +131,13 @@ class SecantProjection(Remainder):
     def against(self, direction: Tensor) -> Against:
         d = self._rows(direction) * self.weight
         along = (d * self.unit).sum(-1)
-        size = d.norm(dim=-1)
+        size = l2_norm(d, -1)
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
             moved = rho[0]
             curved = (size * self._curvature(moved)).amax(1) * moved.square()
             kink_and_curvature = self.bend.against(-along, moved, moved[:, None]) + curved
-            least = torch.minimum(kink_and_curvature, 2 * size.norm(dim=1) * moved)
+            least = torch.minimum(kink_and_curvature, 2 * l2_norm(size, 1) * moved)
             if len(rho) > 1:
                 crossing = Crossing(self.length, self.radius, self.bend, rho)
                 least = torch.minimum(least, crossing.against(size, along))
@@ -166,10 +166,10 @@ class Crossing:
         least_length = n * (1 - 1e-12) - peak[:, None]
         self.turned = torch.where(least_length > 0, self.rho[:, None] ** 2 / (2 * least_length), math.inf)
         self.moved = torch.minimum(peak[:, None] + self.turned, self.rho[:, None])
-        low, high = (n - self.moved).clamp_min(TINY), n + self.moved
+        low, high = (n - self.moved).clamp_min(0), n + self.moved
         slope = torch.where(n < radius, 1 - bend.far, bend.far)
         inside = (high <= radius) & (bend.far <= 0)
-        self.above = torch.where(inside, 0.0, ((radius / low).clamp_max(1) - slope).clamp_min(0) + _ROUNDED)
+        self.above = torch.where(inside, 0.0, (over(radius, low).clamp_max(1) - slope).clamp_min(0) + _ROUNDED)
         self.below = torch.where(inside, 0.0, (slope - (radius / high).clamp_max(1)).clamp_min(0) + _ROUNDED)
         self.aside = torch.where(high <= radius, 0.0, radius / low.clamp_min(radius).square())
         self.crossing = self._together(bend.slope(self.moved) > 0)
@@ -191,7 +191,7 @@ class Crossing:
         """A bound on −Σ ⟨d_t, R_t⟩, given ‖d_t‖ and ⟨d_t, ĥ_t⟩, each of shape (N, tokens)."""
         straightened = self._straightened(along.clamp_min(0) * self.above + (-along).clamp_min(0) * self.below)
         across = size * self.aside
-        aside = torch.minimum(across.amax(1) * self.outside, (across * self.moved).norm(dim=1)) * self.rho
+        aside = torch.minimum(across.amax(1) * self.outside, l2_norm(across * self.moved, 1)) * self.rho
         return self.bend.against(-along, self.crossing, self.moved) + straightened + aside
 
 
@@ -280,7 +280,7 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
         tokens, most, rho = x.nominal.movedim(axis, -1), x.most.movedim(axis, -1), x.over(x.rho)
     d, radius = tokens.shape[-1], float(module.radius)
     centred = Centred.of(tokens, rho, most, d, fmt) if module.centred else Centred.without(tokens, rho, most)
-    away = centred.error.norm(dim=-1, keepdim=True) / radius
+    away = l2_norm(centred.error, -1, keepdim=True) / radius
     gamma = fmt.sum_gamma(d + EXTRA) + fmt.gamma(6)
     off = 2 * away + away.square() + gamma * (1 + away).square()
     off = off + 6 * fmt.cast(radius).item() / radius + 4 * (d + EXTRA) * fmt.smallest * (1 + 1 / radius**2)
@@ -290,7 +290,7 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
         factor = (1 + ratio.square()).rsqrt()
     else:
         factor = ratio.clamp_min(1).reciprocal()
-    peak = (centred.high + centred.error.norm(dim=-1, keepdim=True)).square() * max(1.0, 1 / radius**2)
+    peak = (centred.high + l2_norm(centred.error, -1, keepdim=True)).square() * max(1.0, 1 / radius**2)
     peak = torch.maximum(peak, torch.full_like(peak, max(radius**2, radius**-2)))
     arranged = partial(by_group, node.shape, module.groups) if grouped else torch.flatten
     affine = [size_and_cast(part, fmt, arranged) for part in (module.weight, module.bias)]

@@ -15,7 +15,7 @@ from lipcert.bounds._remainder import Against, Remainder, per_image, remainder
 from lipcert.bounds._value import Value, largest
 from lipcert.graph import Node
 from lipcert.norms import dense_norm
-from lipcert.numerics import Upper, root_sum_squares
+from lipcert.numerics import Upper, l2_norm, root_sum_squares, sum_squares
 
 
 @rule("lstm", "lstm_last_hidden")
@@ -166,11 +166,11 @@ class Recurrence(Remainder):
             peaks = _peaks(steps, w, u, rho[0])
             hidden, cell = _remainder_factors(steps, u, *_moved(steps, peaks, w, u))
             last = {"lstm_last_hidden": hidden[-1].square(), "lstm_last_cell": cell.square()}
-            total = total + last.get(str(self.op), hidden.square().sum(0))
+            total = total + last.get(str(self.op), sum_squares(hidden, 0))
         return total.sqrt() * rho[0] ** 2
 
     def against(self, direction: Tensor) -> Against:
-        size = per_image(direction).norm(dim=1)
+        size = l2_norm(per_image(direction), 1)
         return lambda rho: size * self.norm(rho)
 
 
@@ -188,7 +188,7 @@ def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
         tanh = c.tanh()
         slope_c = 1 - tanh**2
         h = o * tanh
-        kappa = torch.stack([before * slope_f, i * slope_g, g * slope_i]).norm(dim=0)
+        kappa = l2_norm(torch.stack([before * slope_f, i * slope_g, g * slope_i]), 0)
         factors = (i, f, o, g, before, tanh, slope_i, slope_f, slope_o, slope_g, slope_c)
         steps.append(
             _Step(*(per_image(value).abs().amax(1) for value in (*factors, kappa, o * slope_c, tanh * slope_o)))
@@ -208,7 +208,7 @@ def _advance(step: _Step, alpha: Tensor, cell: Tensor, peak: Tensor) -> tuple[Te
         reach(step.i, 0.25, 1.0) * reach(step.slope_g, _TANH, 1.0),
         step.g * slopes[0],
     )
-    moved = reach(step.f, 0.25, 1.0) * cell + torch.stack(coefficients).norm(dim=0) * alpha
+    moved = reach(step.f, 0.25, 1.0) * cell + l2_norm(torch.stack(coefficients), 0) * alpha
 
     def hidden(cell_peak: Tensor) -> Tensor:
         slope = (step.slope_c + _TANH * cell_peak).clamp_max(1.0)
@@ -241,8 +241,8 @@ def _moved(
         alpha[t] += w
         cell, result = _advance(step, alpha, cell, peak)
         hidden = result(cell_peak)
-        alphas.append(alpha.norm(dim=0))
-        gammas.append(cell.norm(dim=0))
+        alphas.append(l2_norm(alpha, 0))
+        gammas.append(l2_norm(cell, 0))
     return alphas, gammas
 
 

@@ -17,7 +17,7 @@ from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, 
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, STORED, Format, Number, Upper
+from lipcert.numerics import EXTRA, STORED, Format, Number, Upper, l2_norm
 
 
 def _reduction(mean: bool) -> Any:
@@ -169,7 +169,7 @@ class Length(Remainder):
 
     def against(self, direction: Tensor) -> Against:
         weight = per_image(direction).abs()
-        size = weight.norm(dim=1)
+        size = l2_norm(weight, 1)
 
         def bound(rho: Sequence[Tensor]) -> Tensor:
             return torch.minimum(worst(self._curvature(rho[0]), weight) * rho[0] ** 2, 2 * size * rho[0])

@@ -45,7 +45,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
-from lipcert.numerics import INFLATE, SAFETY
+from lipcert.numerics import INFLATE, SAFETY, computed_l2_norm
 from lipcert.roundoff import REAL, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
@@ -301,7 +301,7 @@ def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
             if not values[cut].requires_grad or not first.requires_grad:
                 return 0.0
             slopes = torch.autograd.grad(first - second, (image, values[cut]), allow_unused=True)
-        total += torch.tensor([0.0 if slope is None else slope.norm().item() for slope in slopes])
+        total += torch.tensor([0.0 if slope is None else computed_l2_norm(slope).item() for slope in slopes])
     return float(total[0] / total[1]) if total[1] > 0 else 0.0
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lipcert.graph import PIECES, REARRANGING, Node, Replay
-from lipcert.norms import SMALLEST
+from lipcert.numerics import root_sum, times
 
 Pair = tuple[Node, Node]
 
@@ -134,7 +134,7 @@ class Chains:
             for b, norm in into.get(node, ()):
                 if self.on_every_path(b, node):
                     before = (order <= position[b])[:, None]
-                    bound = torch.where(before, torch.minimum(bound, _times(norm, bounds[b])), bound)
+                    bound = torch.where(before, torch.minimum(bound, times(norm, bounds[b])), bound)
                 if b in place:
                     bound = bound.clone()
                     bound[place[b]] = torch.minimum(bound[place[b]], norm)
@@ -146,17 +146,12 @@ class Chains:
 
     def _sum(self, node: Node, bounds: Mapping[Node, Tensor], norms: Mapping[Link, Tensor], nothing: Tensor) -> Tensor:
         terms = [
-            bounds[link.operand] if link.isometric else _times(norms[link], bounds[link.operand])
+            bounds[link.operand] if link.isometric else times(norms[link], bounds[link.operand])
             for link in self.links.get(node, ())
         ]
         if len(terms) > 1 and node.op in _SIDE_BY_SIDE:
-            return torch.stack(terms).norm(dim=0)
+            return root_sum(*terms)
         return sum(terms, nothing)
-
-
-def _times(norm: Tensor, bound: Tensor) -> Tensor:
-    """The product with 0 · ∞ = 0: a bound of 0 means that there is no dependence. Underflow does not produce 0."""
-    return torch.where(bound > 0, (norm * bound).clamp_min(SMALLEST), 0.0)
 
 
 def _reads(node: Node) -> tuple[tuple[Node, ...], list[Node]]:

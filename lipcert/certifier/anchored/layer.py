@@ -52,7 +52,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, examples, run, segment
 from lipcert.model import Model
 from lipcert.norms import dot_error
-from lipcert.numerics import INFLATE, SAFETY, at_most
+from lipcert.numerics import INFLATE, SAFETY, at_most, l2_norm, over, sum_squares, unit_vectors
 from lipcert.roundoff import Roundoff
 
 # κ ‖G‖² ρ² is half of this share of the margin, at the radius ρ at which ‖p‖ ρ is the margin.
@@ -187,23 +187,23 @@ class Layer:
         # Another evaluation of z may lie on the other side of a kink: u is the one whose slopes p has.
         p, q, u = (per_image(part) for part in (at_nodes.pop(start), at_nodes[relu], reached[z].detach()))
         weight, size = (-q).clamp_min(0), u.abs()
-        steepest = _CURVED * p.square().sum(1) / (2 * self.norm**2 * margin.clamp_min(_NO_SLOPE))
-        r = torch.maximum(size, weight / (4 * steepest[:, None]).clamp_min(_NO_SLOPE))
+        steepest = over(_CURVED * sum_squares(p, 1), 2 * self.norm**2 * margin)
+        r = torch.maximum(size, over(weight, 4 * steepest[:, None]).clamp_max(1 / _NO_SLOPE))
         r = torch.where(weight > 0, r, 1.0)
         squares, beyond = weight / (4 * r), (r - size).clamp_min(0)
         constant = (squares * beyond.square()).sum(1)
         linear = 2 * squares * beyond * torch.where(u > 0, -1.0, 1.0)
         p = p - adjoint(linear)
-        slope = p.norm(dim=1)
-        moving = tangents(network, values, [z], -p / slope.clamp_min(_NO_SLOPE)[:, None])
+        slope = l2_norm(p, 1)
+        moving = tangents(network, values, [z], -unit_vectors(p))
         if z not in moving:
             return g.new_full((len(g), len(_TERMS)), math.inf)
         ahead = per_image(moving[z])
         largest = squares.amax(1)
         lost_ahead = self.error * INFLATE
-        along = (squares.sqrt() * ahead).norm(dim=1) + largest.sqrt() * lost_ahead
-        sized = (squares * ahead).norm(dim=1)
-        across = adjoint(squares * ahead).norm(dim=1) + self.error * sized + largest * self.norm * lost_ahead
+        along = l2_norm(squares.sqrt() * ahead, 1) + largest.sqrt() * lost_ahead
+        sized = l2_norm(squares * ahead, 1)
+        across = l2_norm(adjoint(squares * ahead), 1) + self.error * sized + largest * self.norm * lost_ahead
         across = across + dot_error(1) * self.norm * sized
         # What is lost by rounding within a radius of 1.
         local = network.local(values)
@@ -213,9 +213,9 @@ class Layer:
         for node in nodes:
             for link in network.chains.links[node]:
                 lost = lost + local.off[link] * lengths_at[node] * moved[link.operand]
-        tilt = linear.norm(dim=1)
+        tilt = l2_norm(linear, 1)
         lost = lost + tilt * (self.error + noise[z] + _ADDED * moved[z])
-        lost = lost + _ADDED * (slope + 2 * tilt * self.norm) + 2 * at_end * g.norm(dim=1)
+        lost = lost + _ADDED * (slope + 2 * tilt * self.norm) + 2 * at_end * l2_norm(g, 1)
         slope = torch.where(slope > _NO_SLOPE, slope, math.inf)
         offset = self.scale + torch.zeros_like(margin), error
         apart, noise_along = largest.sqrt() * self.norm, largest.sqrt() * noise[z]

@@ -18,7 +18,7 @@ from lipcert.certifier.anchored.jacobians import written_error
 from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, most_along, scouts, sector
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
-from lipcert.numerics import SAFETY, at_most
+from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most, l2_norm
 
 
 class Weighed(NamedTuple):
@@ -91,7 +91,7 @@ def _rows(at: Linearization, predicted: Tensor) -> dict[Node, Tensor]:
             rows = matrix.dense().expand(len(predicted), -1, -1)
             y = predicted[:, None, None].expand(-1, 1, rows.shape[2])
             lost = matrix.error + written_error(a.entries, output.entries) * at.norms.slack[a, output]
-            spread[a] = at_most((rows.gather(1, y) - rows).norm(dim=2) * (1 + SAFETY) + math.sqrt(2) * lost[:, None])
+            spread[a] = at_most(l2_norm(rows.gather(1, y) - rows, 2) * (1 + SAFETY) + math.sqrt(2) * lost[:, None])
         elif a is not at.network.source or a is last.start:
             return {}
     return spread
@@ -208,7 +208,7 @@ class RivalMargin:
         if deployed is not None:
             self.margin = (self.margin - deployed).clamp_min(0)
         self.margin = self.margin.masked_fill(at.uncertain, 0)
-        self.slope = (at_source.norm(dim=1) * (1 + SAFETY)).clamp_min(1e-140)  # smaller squares may underflow
+        self.slope = (l2_norm(at_source, 1) * (1 + SAFETY)).clamp_min(SMALLEST_NORMAL)
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
         self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None
         self.fall = None if at.layer is None else at.layer.fall(at_source, self.slope, self.margin)
@@ -349,7 +349,7 @@ class RivalMargin:
                 used = torch.where(some, contracted.linear, 0.0)
                 linear[u] = used + linear[u] if u in linear else used
                 at_nodes = self._gradients(linear)[1]
-                sizes = (per_image(part).norm(dim=1) for part in (at_nodes.get(u, used), used))
+                sizes = (l2_norm(per_image(part), 1) for part in (at_nodes.get(u, used), used))
                 error = _ADDED * sum(sizes)  # of the sum of this term and the gradient
             forms[v] = Weighed(contracted, worth, error)
         return RivalMargin(self.at, *self._rivalry, linear) if linear else self, upto, forms

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lipcert.bounds import Form
 from lipcert.norms import dot_error, factor, verified_norms
-from lipcert.numerics import INFLATE, UNIT, at_most
+from lipcert.numerics import INFLATE, UNIT, at_most, l2_norm, root_of_squares
 
 # The largest relative distance of a norm from the one that Lanczos estimates before it is verified.
 _LOOSE = 1e-3
@@ -87,7 +87,7 @@ class JacobianMatrix:
     @property
     def size(self) -> Tensor:
         """An upper bound on the Frobenius norm, shape (N or 1,)."""
-        return self.entries.flatten(1).norm(dim=1) * INFLATE
+        return l2_norm(self.entries.flatten(1), 1) * INFLATE
 
     def norm(self) -> Tensor:
         """Upper bounds on the norms, shape (N or 1,); ∞ where entries are not finite."""
@@ -97,7 +97,7 @@ class JacobianMatrix:
 
     def row_norms(self) -> Tensor:
         """Upper bounds on the norms of the rows, shape (N or 1, rows)."""
-        flat = self.entries.norm(dim=3).flatten(1)
+        flat = l2_norm(self.entries, 3).flatten(1)
         if self.groups is not None:
             flat = torch.empty_like(flat).index_copy_(1, self.groups.rows.flatten(), flat)
         return at_most(flat * INFLATE + self.error[:, None])
@@ -105,10 +105,10 @@ class JacobianMatrix:
     def column_norms(self, scale: Tensor | None = None) -> Tensor:
         """The same for the columns; only of a G that is its own factor. With ``scale`` those of diag(scale) G."""
         if scale is None:
-            bounds, error = self.entries.norm(dim=2), self.error
+            bounds, error = l2_norm(self.entries, 2), self.error
         else:
             rows = scale[:, None] if self.groups is None else scale[:, self.groups.rows]
-            bounds = (rows.square()[:, :, None] @ self.entries.square())[:, :, 0].sqrt()
+            bounds = root_of_squares(torch.matmul, rows[:, :, None], self.entries)[:, :, 0]
             error = scale.abs().amax(1) * self.error
         flat = bounds.flatten(1)
         if self.groups is not None:

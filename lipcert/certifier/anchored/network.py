@@ -27,6 +27,7 @@ from lipcert.graph import (
     needed,
 )
 from lipcert.model import Model
+from lipcert.numerics import computed_l2_norm
 
 # Operations whose result has the same entries as their operand, in the same order.
 _UNMOVED = frozenset(("identity", "dropout", "reshape"))
@@ -164,21 +165,21 @@ class Network:
                 weight = torch.zeros_like(result, requires_grad=True)
                 (pulled,) = torch.autograd.grad(result, start, weight, create_graph=True)
             (computed,) = torch.autograd.grad(result, start, back, retain_graph=True)
-            off, forth = (computed - expected).norm(), random(start.shape)
+            off, forth = computed_l2_norm(computed - expected), random(start.shape)
 
             def product(v: Tensor, pulled: Tensor = pulled, weight: Tensor = weight, back: Tensor = back) -> Tensor:
                 return torch.autograd.grad(pulled, weight, v, retain_graph=True)[0] * back
 
             if pulled.requires_grad:
-                off = off + (product(forth).sum() - (computed * forth).sum()).abs() / forth.norm()
-            allowed = _ACCURACY * expected.norm() + _SATURATED
+                off = off + (product(forth).sum() - (computed * forth).sum()).abs() / computed_l2_norm(forth)
+            allowed = _ACCURACY * computed_l2_norm(expected) + _SATURATED
             for _ in range(_POINTS):
                 if off <= allowed:
                     break
                 beside = gradients(near(images), near(back))
-                noise = torch.zeros_like(off) if beside is None else (beside - expected).norm()
+                noise = torch.zeros_like(off) if beside is None else computed_l2_norm(beside - expected)
                 if pulled.requires_grad:
-                    noise = noise + (product(near(forth)) - product(forth)).norm()
+                    noise = noise + computed_l2_norm(product(near(forth)) - product(forth))
                 allowed = torch.maximum(allowed, _NOISE * noise)
             if not off <= allowed:
                 raise WrongDerivative

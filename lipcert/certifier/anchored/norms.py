@@ -17,13 +17,13 @@ from lipcert.certifier.anchored.chains import Link, Pair
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, writes_rows, written_error
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.rounding import Entered, Rounded, rounded, times
+from lipcert.certifier.anchored.rounding import Entered, Rounded, rounded
 from lipcert.certifier.anchored.written import Written
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.inputs.artifact import seed_of
 from lipcert.norms import SMALLEST, Budget, Draw, Ledger
-from lipcert.numerics import UNIT, at_most
+from lipcert.numerics import UNIT, at_most, times
 from lipcert.settings import RIGORS
 
 NormProgress = Callable[[int, int], None]

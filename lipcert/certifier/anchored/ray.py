@@ -27,7 +27,7 @@ from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.gradients import tangents
 from lipcert.certifier.anchored.norms import Seminorm, SeminormKind
 from lipcert.graph import Node
-from lipcert.numerics import INFLATE, UNIT, at_most
+from lipcert.numerics import INFLATE, UNIT, at_most, computed_l2_norm, l2_norm, unit_vectors
 
 if TYPE_CHECKING:
     from lipcert.certifier.anchored.walk import Linearization
@@ -49,9 +49,8 @@ class Ray:
 
     def __init__(self, at: Linearization, direction: Tensor):
         self.at, network = at, at.network
-        size = direction.norm(dim=1, keepdim=True)
-        unit = direction / size.clamp_min(1e-140)
-        self.defined = (unit.norm(dim=1) - 1).abs() < 1e-10
+        unit = unit_vectors(direction)
+        self.defined = (computed_l2_norm(unit, 1) - 1).abs() < 1e-10
         ends = [network.source, *(stage.start for stage in network.stages), *network.outputs]
         operands = [u for v in at.remainders for u in v.operands if u not in network.widths]
         targets = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
@@ -90,17 +89,17 @@ class Ray:
             return self._nothing()
         flat = per_image(moved)
         if kind is SeminormKind.LARGEST:
-            length = flat.unflatten(1, (-1, block)).norm(dim=2).amax(1)
+            length = l2_norm(flat.unflatten(1, (-1, block)), 2).amax(1)
         elif kind is SeminormKind.COLUMNS:
             assert v is not None
             weights = self.at.norms.columns[v, self.at.plan.ahead[v]].sqrt()
-            length, scale = (weights * flat).norm(dim=1), weights.amax()
+            length, scale = l2_norm(weights * flat, 1), weights.amax()
         elif v is not None:
             units, token = self.at.remainders[v].units, self.at.plan.tokens[v]
             along = (flat * per_image(units)).unflatten(1, (-1, token)).sum(2)
-            length = along.norm(dim=1) if kind is SeminormKind.ALONG else along.abs().amax(1)
+            length = l2_norm(along, 1) if kind is SeminormKind.ALONG else along.abs().amax(1)
         else:
-            length = flat.norm(dim=1)
+            length = l2_norm(flat, 1)
         return self._raised(length, u, scale)
 
     def entries(self, v: Node) -> Tensor | None:
@@ -125,9 +124,9 @@ class Ray:
         if moved is None:
             return self._nothing()[some]
         part = moved[some]
-        length = per_image(form(part)).norm(dim=1)
+        length = l2_norm(per_image(form(part)), 1)
         terms = max(u.entries, *(tensor[0].numel() for tensor in form.tensors))
-        length = length + form.size * 4 * (terms + 16) * UNIT * per_image(part).norm(dim=1)
+        length = length + form.size * 4 * (terms + 16) * UNIT * l2_norm(per_image(part), 1)
         return self._raised(length, self.at.network.root(u), form.norm, some)
 
     def _raised(self, length: Tensor, u: Node, scale: Tensor, some: Tensor | None = None) -> Tensor:

@@ -65,7 +65,7 @@ from lipcert.bounds import WINDOW, Jacobian, Schur, gamma, jacobian_of, lengths,
 from lipcert.certifier.anchored.chains import Chains, Link, Pair
 from lipcert.certifier.anchored.entry import ONCE
 from lipcert.graph import REARRANGING, Node
-from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most
+from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most, times
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6
@@ -75,6 +75,8 @@ _HUGE = 1e140
 # The relative error of a product with the Jacobian of an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
+# What an entry of a result or of a product may lose by underflow.
+_UNDERFLOW = math.sqrt(SMALLEST_NORMAL * WINDOW)
 
 
 # The first value, a bend and an error, as for :class:`PathBounds`.
@@ -141,10 +143,10 @@ class OperationRounding:
                 if isinstance(answer, Jacobian) and answer.absolute is not None:
                     error = error + answer.absolute * gamma(0) * size
                 elif self.bounded(link):
-                    error = error + 2 * self._link(link, values)[1] * size + _lost(node)
+                    error = error + 2 * self._link(link, values)[1] * size
                 else:
                     error = error + _UNKNOWN * (size + whole)
-            bounds[node] = at_most(error)
+            bounds[node] = at_most(error if all(link.moves for link in links) else error + _lost(node))
         return bounds
 
     def _link(
@@ -193,8 +195,8 @@ def _from_norm(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float
 
 
 def _lost(node: Node) -> float:
-    """A bound on the norm of the underflow errors of a result."""
-    return SMALLEST_NORMAL * WINDOW * math.sqrt(max(1, math.prod(node.shape)))
+    """A bound on the norm of the underflow errors of a result, which may be the root of a sum that underflows."""
+    return _UNDERFLOW * math.sqrt(max(1, math.prod(node.shape)))
 
 
 @dataclass(frozen=True)
@@ -240,11 +242,6 @@ class Rounded:
                 lost.append(times(term, self.noise[link.operand]))
         through = torch.where(self.paths > 0, self.paths * weight[:, None], 0.0).sum(2)
         return at_most(torch.stack(lost).sum(0)), at_most(through)
-
-
-def times(first: Tensor, second: Tensor) -> Tensor:
-    """The product with 0 · ∞ = 0."""
-    return torch.where((first > 0) & (second > 0), first * second, 0.0)
 
 
 class PathBounds:
@@ -328,7 +325,7 @@ class PathBounds:
     def off_by(self) -> Tensor:
         """S for all (a, b), shape (N, values, values)."""
         paths = self.bounds.clamp_max(_HUGE)
-        first = torch.full_like(paths, SMALLEST_NORMAL * WINDOW)
+        first = torch.full_like(paths, _UNDERFLOW)
         endless = bool((self.bounds >= _HUGE).any())
         for link, kappa in self.off.items():
             o, w = self.place[link.operand], self.place[link.node]

@@ -26,7 +26,7 @@ from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.ray import Sector
 from lipcert.graph import Node
 from lipcert.norms import Ledger
-from lipcert.numerics import at_most
+from lipcert.numerics import at_most, l2_norm
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -183,7 +183,7 @@ class Linearization:
         self.uncertain = torch.zeros(len(images), dtype=torch.bool, device=model.device)
         for v, rule in self.remainders.items():
             noise = torch.stack([self.norms.rounded.noise[u] for u in self.network.operands(v)])
-            self.uncertain |= rule.uncertain(noise.norm(dim=0))
+            self.uncertain |= rule.uncertain(l2_norm(noise, 0))
         self.rounding = Rounding()
         self.weighing = 0
         self.layer = layer
