@@ -10,6 +10,7 @@ import typer
 from lipcert.errors import InputError, first_line
 from lipcert.settings import version
 
+from . import _print
 from ._commands import SETTINGS, Commands
 from ._errors import one_line_errors
 from ._streams import open_streams
@@ -42,6 +43,7 @@ def options(
     ] = False,
 ) -> None:
     """Certify timm image classifiers against l2 perturbations, and change them for larger certified radii."""
+    _print.imported[:] = modules or []
     if modules:
         sys.path.append(os.getcwd())
     for name in modules or ():

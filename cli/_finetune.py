@@ -1,5 +1,6 @@
 """``lipcert finetune``: trains a model for larger certified radii and writes it to an artifact."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import Preprocessing
-from lipcert.settings import FinetuneSettings
+from lipcert.settings import RECIPES, FinetuneSettings, recipe_settings, settings_of
 
 from ._commands import OUTPUT
 from ._errors import one_line_errors
@@ -36,11 +37,20 @@ _IMAGES = "Options of the training images"
 @options_of(Weights, "weights")
 @one_line_errors
 def finetune(
-    settings: Callable[..., FinetuneSettings],
+    settings: functools.partial[FinetuneSettings],
     pixels: Callable[..., Preprocessing],
     weights: Callable[..., Weights],
     data: LabelledData,
     model: ModelName = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Defaults for a kind of network: vit, after convert --norm smooth; liresnet, for gloro; noise, for "
+            "smoothing; cnn, for local. By default the one that suits the network, unless --loss is given.",
+            show_default=False,
+            **choice(tuple(RECIPES)),
+        ),
+    ] = None,
     teacher: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +60,7 @@ def finetune(
     ] = None,
     classes: Classes = None,
     labels: Labels = None,
-    batch_size: Annotated[int, typer.Option(help="Images per batch.")] = 64,
+    batch_size: Annotated[int | None, typer.Option(help="Images per batch; 64, or that of the recipe.")] = None,
     limit: Limit = None,
     device: Device = "auto",
     augment: Annotated[
@@ -58,13 +68,14 @@ def finetune(
         typer.Option(help="Crop the images at random and flip them horizontally.", rich_help_panel=_IMAGES),
     ] = True,
     crop: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="shift: by up to an eighth of the side; flip: flips only.",
+            help="shift: by up to an eighth of the side; flip: flips only; resized, or that of the recipe.",
             rich_help_panel=_IMAGES,
+            show_default=False,
             **choice(("resized", "shift", "flip", "none")),
         ),
-    ] = "resized",
+    ] = None,
     randaugment: Annotated[
         str | None,
         typer.Option(help="timm's RandAugment, such as rand-m9-n2.", show_default=False, rich_help_panel=_IMAGES),
@@ -80,7 +91,9 @@ def finetune(
     validate: Annotated[
         int | None,
         typer.Option(
-            help="Hold out this many training images; keep the epoch that is best on them.", show_default=False
+            help="Hold out this many training images and keep the epoch that is best on them; by default a tenth, at "
+            "most 500, and none with --ema or --validate 0.",
+            show_default=False,
         ),
     ] = None,
     log: Annotated[
@@ -96,24 +109,37 @@ def finetune(
     as_json: AsJson = False,
 ) -> None:
     """Train a model for larger certified radii; rerun the command to continue after an interruption."""
-    asked, asked_pixels = settings(), pixels()
-    if batch_size < 1:
+    asked_pixels = pixels()
+    given = settings.keywords
+    if recipe is None:
+        settings()
+    else:
+        settings_of(FinetuneSettings, **recipe_settings(recipe, given))
+    if batch_size is not None and batch_size < 1:
         raise InputError(f"--batch-size must be at least 1 image, got {batch_size}")
     if not 0 < mix_ratio < 1:
         raise InputError(f"--mix-ratio must be between 0 and 1, got {mix_ratio}")
-    if validate is not None and (validate < 1 or asked.ema is not None):
+    if validate and (validate < 0 or given.get("ema") is not None):
         raise InputError("--validate takes a number of images, and no --ema: it keeps the weights of one epoch")
     start()
     from . import _finetuning
 
     _finetuning.run(
-        asked,
+        given,
+        recipe,
         asked_pixels,
         model,
         teacher,
-        _finetuning.TrainingImages(
-            data, limit, batch_size, augment, crop, randaugment, cutout, mix, mix_ratio if mix else None
-        ),
+        {
+            "data": data,
+            "limit": limit,
+            "augment": augment,
+            "randaugment": randaugment,
+            "cutout": cutout,
+            "mix": mix,
+            "mix_ratio": mix_ratio if mix else None,
+            **{key: value for key, value in (("batch_size", batch_size), ("crop", crop)) if value is not None},
+        },
         lists={"classes": classes, "labels": labels},
         validate=validate,
         log=log,

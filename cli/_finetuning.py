@@ -1,5 +1,7 @@
 """Runs ``lipcert finetune``, after its options are checked."""
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
@@ -16,9 +19,19 @@ from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.results import share
-from lipcert.settings import FinetuneSettings, eps_text
+from lipcert.settings import RECIPES, FinetuneSettings, eps_text
 from lipcert.smoothing import normal
-from lipcert.training import Augmentation, Batches, Epoch, Log, Mixed, Validation, check_trainable
+from lipcert.training import (
+    Augmentation,
+    Batches,
+    Epoch,
+    Log,
+    Mixed,
+    Validation,
+    check_trainable,
+    recipe_for,
+    settings_for,
+)
 from lipcert.training import finetune as train
 
 from ._advice import Advice, Status, advise
@@ -29,7 +42,9 @@ from ._print import busy, command, print_facts, print_json, progress, say, words
 from ._torchrun import torchrun
 
 _EVALUATED = 64
-_SHOWN = 2000  # the number of images on which accuracy is measured
+_SHOWN = 2000  # the number of images on which accuracy is measured, in at most as many seconds
+_SECONDS = 10.0
+_HELD_OUT = 50, 500  # the least and the most images that are held out by default
 
 
 @dataclass(frozen=True)
@@ -37,14 +52,14 @@ class TrainingImages:
     """The training images; a checkpoint and the recipe record these settings."""
 
     data: str
-    limit: int | None
-    batch_size: int
-    augment: bool
-    crop: str
-    randaugment: str | None
-    cutout: float
-    mix: str | None
-    mix_ratio: float | None
+    limit: int | None = None
+    batch_size: int = 64
+    augment: bool = True
+    crop: str = "resized"
+    randaugment: str | None = None
+    cutout: float = 0.0
+    mix: str | None = None
+    mix_ratio: float | None = None
 
     @property
     def augmentation(self) -> Augmentation:
@@ -61,11 +76,12 @@ class TrainingImages:
 
 
 def run(
-    asked: FinetuneSettings,
+    given: Mapping[str, Any],
+    recipe: str | None,
     pixels: Preprocessing,
     model: str | None,
     teacher: str | None,
-    of: TrainingImages,
+    images_given: Mapping[str, Any],
     *,
     lists: Mapping[str, Any],
     validate: int | None,
@@ -77,11 +93,16 @@ def run(
     device: str,
 ) -> None:
     """Trains the model and writes it to a file."""
-    _ = of.augmentation  # checks its settings before the model is read
+    _ = TrainingImages(**images_given).augmentation  # checks its settings before the model is read
     with torchrun() as processes:
         source = resolve(model)
         loaded = load_model(model, weights, new_head=True, device=device)
         pixels.apply(loaded)
+        reason = "asked for"
+        if recipe is None and "loss" not in given and "sigma" not in given:
+            recipe, reason = recipe_for(loaded)
+        asked = settings_for(loaded, recipe, given)
+        of = TrainingImages(**{**(RECIPES[recipe].images if recipe else {}), **images_given})
         path = out or default_name(str(source), "finetuned")
         check_out(path, [Path(source), *weights.files], loaded, "finetune", force, asked.described())
         unfinished, best = (path.with_name(f"{path.name}.{kind}") for kind in ("checkpoint", "best"))
@@ -89,7 +110,10 @@ def run(
         check_trainable(loaded, asked, taught)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
         validation, write_log = None, None if log is None else Log(log)
-        if validate is not None:
+        if validate is None and asked.ema is None and (asked.loss, asked.only) != ("noise", "head"):
+            tenth = (images.length or 0) // 10
+            validate = min(tenth, _HELD_OUT[1]) if tenth >= _HELD_OUT[0] else 0
+        if validate:
             if images.length is None or images.length <= validate:
                 raise InputError(f"--validate {validate} leaves no images for training")
             images = open_images(of.data, loaded, limit=images.length - validate, purpose="train", **lists)
@@ -104,15 +128,23 @@ def run(
             def count_up(more: int) -> None:
                 nonlocal processed
                 if not processed:  # training has begun, so all settings are valid
+                    if recipe:
+                        say(f"recipe: {recipe} ({reason}); {_chosen(recipe, asked, given)}")
                     show_preprocessing(images, loaded)
                 processed += more
                 update(processed, total)
 
             def finished(epoch: Epoch) -> None:
+                nonlocal processed
+                if not processed and images.length is not None:  # resumed
+                    processed = epoch.number * images.length
+                if validation is not None:
+                    update(processed, total, f"validating epoch {epoch.number}")
                 figures = {} if validation is None else validation(epoch.number, processes.first)
                 _say_epoch(epoch, figures)
                 if write_log is not None and processes.first:
                     write_log(epoch, figures)
+                _check_learning(epoch, figures, validation)
                 update(
                     processed,
                     total,
@@ -121,7 +153,7 @@ def run(
 
             batches = of.batches(images, loaded, count_up)
             sample = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN), purpose="train", **lists)
-            before = _accuracy(loaded, sample, processes, asked.sigma)
+            before = _accuracy(loaded, sample, processes, asked, update)
             update(0, total, f"epoch 1 of {asked.epochs}")
             try:
                 settings = {field.name: getattr(asked, field.name) for field in fields(asked)}
@@ -129,7 +161,7 @@ def run(
                     loaded,
                     batches,
                     teacher=taught,
-                    origin={**asdict(of), **({} if validate is None else {"validate": validate})},
+                    origin={**asdict(of), **({"validate": validate} if validate else {})},
                     checkpoint=unfinished,
                     progress=finished,
                     **settings,
@@ -139,7 +171,8 @@ def run(
                 raise Interrupted(f"interrupted; {outcome}") from error
         if validation is not None:
             validation.restore()
-        after = _accuracy(loaded, sample, processes, asked.sigma)
+        with progress("measuring accuracy") as update:
+            after = _accuracy(loaded, sample, processes, asked, update)
         count = processed // asked.epochs if images.length is None else images.length
         facts: dict[str, Any] = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
         facts |= {} if images.split is None else {"split": images.split}
@@ -157,10 +190,11 @@ def run(
         status = Status([str(path)], loaded.input_size[0], eps_text(asked.eps), data="TEST", lists=names, trained=True)
         suggestion = advise(status)
         if asked.sigma:
-            noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}"]
+            noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}", *words_of({"denoiser": asked.denoiser})]
             words = ("certify", path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noise)
             suggestion = Advice(command(*words))
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
+        what += f", behind {asked.denoiser}" if asked.denoiser else ""
         print_facts(
             [
                 ("model", str(source)),
@@ -170,7 +204,11 @@ def run(
                     f"{what}, after",
                     f"{share(*after)}, on {'training' if validation is None else 'training and held-out'} images",
                 ),
-                *([] if validation is None else [("best epoch", f"{validation.epoch}, score {validation.best:.3f}")]),
+                *(
+                    []
+                    if validation is None
+                    else [("best epoch", f"{validation.epoch}, {validation.best:.1%} of held-out images")]
+                ),
                 ("written", str(path)),
                 ("certified", "not yet: run certify"),
                 *suggestion.facts,
@@ -178,25 +216,68 @@ def run(
         )
 
 
-def _accuracy(model: Model, images: Images, processes: Processes, sigma: float | None) -> tuple[int, int]:
-    """The numbers of correct predictions, under noise if σ is given, and of images."""
+def _accuracy(
+    model: Model, images: Images, processes: Processes, asked: FinetuneSettings, update: Callable[..., None]
+) -> tuple[int, int]:
+    """The numbers of correct predictions, as the loss sees images, and of images; stops after some seconds."""
     part = slice(processes.rank, None, processes.count)
     right = processed = 0
+    forward, started = model, time.monotonic()
+    if asked.denoiser is not None:
+        forward = Denoised(model, asked.denoiser)
+        forward.tell(cast(float, asked.sigma))
     with processes.together(), torch.no_grad():
         for batch in images.batches(_EVALUATED * processes.count):
             pixels = batch.images[part]
-            if sigma is not None and len(pixels):
+            if asked.sigma is not None and len(pixels):
                 drawn = [normal(0, index, range(1), pixels.shape[1:]) for index in batch.indices[part]]
-                pixels = pixels + sigma * torch.cat(drawn)
-            predicted = model(pixels.to(model.device, model.dtype)).argmax(1).cpu()
+                pixels = pixels + asked.sigma * torch.cat(drawn)
+            predicted = forward(pixels.to(model.device, model.dtype)).argmax(1).cpu()
             right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
             processed += len(batch)
+            update(processed, len(images), "measuring accuracy")
+            if any(processes.gather(time.monotonic() - started > _SECONDS)):
+                break
     return sum(processes.gather(right)), processed
 
 
+def _chosen(recipe: str, asked: FinetuneSettings, given: Mapping[str, Any]) -> str:
+    """The options that a recipe adds to those that were given."""
+    words = []
+    for name in [*RECIPES[recipe].settings, *(["sigma"] if asked.sigma else [])]:
+        value = getattr(asked, name)
+        if name in given or value is None:
+            continue
+        if isinstance(value, Mapping):
+            texts = [f" '{pattern}={limit:g}'" for pattern, limit in value.items()]
+        elif isinstance(value, tuple):
+            texts = [" " + ",".join(f"{number:.3g}" for number in value)]
+        else:
+            texts = ["" if value is True else f" {value}"]
+        words += [f"--{name.replace('_', '-')}{text}" for text in texts]
+    return " ".join(words)
+
+
+def _check_learning(epoch: Epoch, figures: Mapping[str, float], validation: Validation | None) -> None:
+    """Ends a training that has not learnt more than the frequencies of the classes."""
+    accuracy = figures.get("clean", figures.get("noisy"))
+    if validation is None or accuracy is None or not max(2, epoch.epochs / 3) <= epoch.number < epoch.epochs:
+        return
+    count = len(validation.labels)
+    largest = validation.labels.bincount().max().item() / count
+    if accuracy <= largest + 2 * math.sqrt(largest * (1 - largest) / count):
+        raise InputError(
+            f"after {epoch.number} of {epoch.epochs} epochs {accuracy:.1%} of the held-out images are classified "
+            f"correctly, and the largest class has {largest:.1%}: the network has learnt nothing. Try a smaller --lr "
+            "or --eps, larger limits by --max-norm, or another --recipe"
+        )
+
+
 def _say_epoch(epoch: Epoch, figures: Mapping[str, float]) -> None:
-    line = f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy {epoch.accuracy:.3f}"
+    line = f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy in training {epoch.accuracy:.1%}"
     if epoch.bound is not None:
-        line += f", Lipschitz bound {epoch.bound:.4g} certified, {epoch.estimate:.4g} estimated in training"
-    line += "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
-    say(f"{line}, {epoch.seconds:.1f} s")
+        line += f", Lipschitz bound of the features {epoch.bound:.4g} (certified; {epoch.estimate:.4g} in the loss)"
+    names = {"clean": "clean", "noisy": "under noise", "limit": "first-order limit above eps", "certified": "certified"}
+    held = ", ".join(f"{names[name]} {value:.1%}" for name, value in figures.items())
+    line += f"; held-out images: {held}" if held else ""
+    say(f"{line}; {epoch.seconds:.0f} s")

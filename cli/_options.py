@@ -119,11 +119,14 @@ def _annotated(typed: Any, about: Any) -> Any:
     return Annotated[typed, about]
 
 
+_CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+
+
 def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replaces one parameter of a command by an option for each field of a settings class that has a help text.
 
-    For that parameter the command receives a function that creates the settings from the options and from the
-    remaining fields.
+    For that parameter the command receives a function that creates the settings from the options that were given and
+    from the remaining fields.
     """
     entries = [one for one in fields(kind) if "help" in one.metadata]
 
@@ -149,14 +152,19 @@ def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., No
     options = [parameter(one) for one in entries]
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        nested = "context" in signature.parameters  # another class's options already ask for it
+
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             values = {one.name: arguments.pop(one.name) for one in entries}
-            command(**{name: functools.partial(settings_of, kind, **values)}, **arguments)
+            source = (arguments["context"] if nested else arguments.pop("context")).get_parameter_source
+            unset = ("DEFAULT", "None")
+            given = {one: value for one, value in values.items() if getattr(source(one), "name", "None") not in unset}
+            command(**{name: functools.partial(settings_of, kind, **given)}, **arguments)
 
-        signature = inspect.signature(command)
         others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != name]
-        run.__signature__ = signature.replace(parameters=[*options, *others])  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=[*options, *others, *([] if nested else [_CONTEXT])])  # type: ignore[attr-defined]
         return run
 
     return decorated

@@ -17,10 +17,9 @@ from datetime import timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
-import click
-
 # Set by --quiet: only results and errors are printed.
 quiet = False
+imported: list[str] = []  # by --import, which further commands need too
 
 _DIGITS = 3
 
@@ -46,9 +45,7 @@ def print_json(record: Any) -> None:
 
 def command(*words: object) -> str:
     """A quoted command line of these words, after the modules that were imported; capitals are placeholders."""
-    context = click.get_current_context(silent=True)
-    modules = [] if context is None else context.find_root().params.get("modules") or []
-    imports = [word for name in modules for word in ("--import", name)]
+    imports = [word for name in imported for word in ("--import", name)]
     return " ".join(["lipcert", *(shlex.quote(str(word)) for word in (*imports, *words))])
 
 

@@ -1,6 +1,7 @@
 """Fine-tuning: the losses, the norms and bounds they use, the loop, and the command."""
 
 import copy
+import csv
 import importlib
 import math
 import random
@@ -23,21 +24,26 @@ from lipcert.cli import app
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
 from lipcert.inputs.data import open_images
-from lipcert.settings import GLOBAL, SCHEDULES
+from lipcert.inputs.processes import Processes
+from lipcert.settings import GLOBAL, RECIPES, SCHEDULES, recipe_settings
 from lipcert.training import (
     LOSSES,
     Augmentation,
     Batches,
     Epoch,
     FinetuneSettings,
+    Log,
     Mixed,
     Muon,
     NormHold,
+    _finetune,
     adversarial_loss,
     emma_loss,
     fixed_loss,
     gloro_loss,
     hold_projections,
+    recipe_for,
+    settings_for,
     teacher_loss,
     trades_loss,
 )
@@ -505,10 +511,114 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(loss: str, optimizer: str
     torch.manual_seed(99)
     again, seen = vit(), []
     lipcert.finetune(again, Shuffled(loader[:3]), **arguments, checkpoint=tmp_path / "c", progress=seen.append)
-    assert [epoch.number for epoch in seen] == [2]
+    assert [epoch.number for epoch in seen] == [1, 2]  # the interruption came while the first was reported
     assert same(again, whole)
     assert again.recipe[-1] == {"step": "finetune", **FinetuneSettings(**arguments).described(), "seed": 5}
     assert again.recipe == whole.recipe
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch(loader, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lipcert.training._finetune._PAUSE", 0.0)
+    arguments = {"eps": 0.1, "loss": "noise", "sigma": 0.2, "epochs": 2, "lr": 3e-3, "temperature": "auto"}
+
+    class Stopped(Shuffled):
+        left = 5
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                if not self.left:
+                    raise KeyboardInterrupt
+                self.left -= 1
+                yield batch
+
+    whole, stopped, again = vit(), vit(), vit()
+    torch.manual_seed(5)
+    lipcert.finetune(whole, Shuffled(loader[:3]), **arguments)
+    torch.manual_seed(5)
+    with pytest.raises(KeyboardInterrupt):
+        lipcert.finetune(stopped, Stopped(loader[:3]), **arguments, checkpoint=tmp_path / "c")
+    state = torch.load(tmp_path / "c", weights_only=True)
+    assert (state["finished"], state["sums"][3]) == (1, 2)
+    torch.manual_seed(99)
+    lipcert.finetune(again, Shuffled(loader[:3]), **arguments, checkpoint=tmp_path / "c")
+    assert same(whole, again)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_defaults(recipe: str) -> None:
+    found = FinetuneSettings(**recipe_settings(recipe, {"lr": 0.5, "eps": "0.5"}))
+    assert found.lr == found.eps == 0.5
+    assert found.loss == RECIPES[recipe].settings["loss"]
+    assert found.sigma == (0.5 if recipe == "noise" else None)
+    with pytest.raises(InputError, match=f"{recipe} is for the loss {found.loss}"):
+        recipe_settings(recipe, {"loss": "ce"})
+
+
+def test_recipes_by_the_network(loader) -> None:
+    plain = lipcert.load("vit_tiny_patch16_224", pretrained=False)
+    assert recipe_for(plain)[0] == "noise"
+    assert recipe_for(vit())[0] == "vit"
+    assert recipe_for(lipcert.load("liresnet_l6w64", pretrained=False, num_classes=10))[0] == "liresnet"
+    assert recipe_for(lipcert.load("lip_convnet_4c3f", pretrained=False))[0] == "cnn"
+    chosen = settings_for(lipcert.load("liresnet_l6w64", pretrained=False), "vit", {})
+    assert chosen.max_norm == {"*": 1.0}  # the other patterns match none of its layers
+    with pytest.raises(InputError, match="there is no recipe 'vitt'; did you mean vit?"):
+        lipcert.finetune(vit(), loader, recipe="vitt")
+
+
+def test_the_temperature_auto_follows_the_margins(loader) -> None:
+    model = vit()
+    run = _finetune._Run(model, loader, Processes(0, 1), FinetuneSettings(loss="ce", temperature="auto"))
+    logits = torch.tensor([[0.0, 1.0, 4.0], [0.0, 2.0, 1.0], [9.0, 4.0, 0.0]])
+    run._measure(logits)
+    run.done = 0.0
+    assert run.temperature == pytest.approx(8 * 3.0)
+    run.done = 0.8
+    assert run.temperature == pytest.approx(2 * 3.0)
+    run._measure(2 * logits)
+    assert run.temperature == pytest.approx(2 * (0.99 * 3.0 + 0.01 * 6.0))
+
+
+def test_a_head_alone_is_fitted_to_features_of_noisy_images(digits, loader) -> None:
+    model = vit()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = []
+    lipcert.finetune(model, loader, loss="noise", sigma=0.3, only="head", epochs=2, progress=seen.append)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"net.head.weight", "net.head.bias"}
+    assert len(seen) == 1
+
+    # The features of the noisy images are on the whole better separated than by the head of random weights before.
+    images, labels = digits
+    noise = 0.3 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        right = (model(images + noise).argmax(1) == labels).double().mean().item()
+    assert right > 0.5
+    assert seen[0].accuracy == pytest.approx(right, abs=0.1)
+
+
+def test_only_takes_modules_and_names_the_nearest() -> None:
+    model = vit()
+    head = {id(p) for p in model.net.head.parameters()}
+    for pattern in ("head", "head.*", "net.head"):
+        if pattern == "net.head":
+            with pytest.raises(InputError, match=r"no parameter or module matches it; there are head; head is"):
+                _finetune._others(model, pattern)
+        else:
+            assert {id(p) for p in model.parameters()} - {id(p) for p in _finetune._others(model, pattern)} == head
+
+
+def test_a_log_keeps_its_rows_when_a_run_resumes(tmp_path) -> None:
+    epochs = [Epoch(number, 3, 1.0 / number, 0.5, 0.1, 1.0) for number in (1, 2, 3)]
+    log = Log(tmp_path / "log.csv")
+    for epoch in epochs[:2]:
+        log(epoch, {"clean": 0.1})
+    log = Log(tmp_path / "log.csv")
+    for epoch in epochs[1:]:
+        log(epoch, {"clean": 0.2})
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))
+    assert [row["number"] for row in rows] == ["1", "2", "3"]
+    assert [row["clean"] for row in rows] == ["0.1", "0.2", "0.2"]
 
 
 @pytest.mark.parametrize("length", [True, False])
@@ -835,7 +945,6 @@ def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:
     monkeypatch.setattr(module, "_say_epoch", say)
     result = run("small.lipcert.safetensors", *SHORT)
     assert "epoch 2 of 2" in result.stderr
-    assert "epoch 1 of 2" not in result.stderr
     assert (folder / "small.finetuned.lipcert.safetensors").exists()
 
 

@@ -27,4 +27,5 @@ from lipcert.settings._methods import (
     MethodName,
     unreached,
 )
+from lipcert.settings._recipes import RECIPES, recipe_settings
 from lipcert.settings._version import version

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from lipcert.errors import InputError
-from lipcert.settings._certify import EPS, parse_eps
+from lipcert.settings._certify import AUTO, EPS, parse_eps
 from lipcert.settings._fields import one_of, option, plain
 
 Loss = Literal["adversarial", "ce", "cut", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"]
@@ -60,8 +60,8 @@ class FinetuneSettings:
     eps: float = option(EPS, 36 / 255, given="36/255")
     epochs: int = option("Number of passes over the images.", 10, int)
     lr: float = option("The largest learning rate.", 3e-4, float)
-    temperature: float | tuple[float, float] = option(
-        "Divides the logits in the loss; 0.1 to 0.25 for models with small norms; or FIRST,LAST.",
+    temperature: float | tuple[float, float] | Literal["auto"] = option(
+        "Divides the logits in the loss: a number; FIRST,LAST; or auto, from the margins of the first batch.",
         1.0,
         given="1",
         group=_LOSS,
@@ -85,6 +85,9 @@ class FinetuneSettings:
     )
     sigma: float | None = option(
         "Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None, group=_LOSS
+    )
+    denoiser: str | None = option(
+        "Denoise the images of the loss noise first.", None, str | None, choices=("dct", "natural"), group=_LOSS
     )
     consistency: float = option(
         "Weight of the agreement of two draws in the loss noise, such as 10.", 0.0, float, group=_LOSS
@@ -130,7 +133,7 @@ class FinetuneSettings:
         "Keep kernels and images in the channels-last memory format.", False, bool, group=_UPDATES
     )
     only: str | None = option(
-        "Train only parameters that match these comma-separated patterns: '*.attn.*'.",
+        "Train only parameters or modules that match these comma-separated patterns: '*.attn.*'; head: the classifier.",
         None,
         str | None,
         group=_UPDATES,
@@ -160,6 +163,8 @@ class FinetuneSettings:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         self._check_numbers()
         one_of("optimizer", self.optimizer, OPTIMIZERS)
+        if self.denoiser is not None:
+            one_of("denoiser", self.denoiser, ("dct", "natural"))
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("vectors", self.vectors, VECTORS)
         if self.schedule == "multistep" and self.last_lr is not None:
@@ -198,8 +203,9 @@ class FinetuneSettings:
         return last + (self.lr - last) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
     def _check_numbers(self) -> None:
-        temperatures = self.temperature if isinstance(self.temperature, (tuple, list)) else (self.temperature,) * 2
-        if len(temperatures) != 2:
+        given = self.temperature
+        temperatures = given if isinstance(given, (tuple, list)) else () if isinstance(given, str) else (given, given)
+        if len(temperatures) == 1 or len(temperatures) > 2:
             raise InputError(f"temperature is one number, or the first and the last one, got {self.temperature}")
         norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         positive = {"eps": [self.eps], "lr": [self.lr], "temperature": temperatures, "max_norm": norms}
@@ -218,8 +224,9 @@ class FinetuneSettings:
         if (self.loss == "noise") is (self.sigma is None):
             need = "needs" if self.sigma is None else "has no use for"
             raise InputError(f"the loss {self.loss} {need} sigma, the standard deviation of the noise, such as 0.25")
-        if self.consistency and self.loss != "noise":
-            raise InputError(f"consistency is a part of the loss noise, and not of {self.loss}")
+        for name in ("consistency", "denoiser"):
+            if getattr(self, name) and self.loss != "noise":
+                raise InputError(f"{name} is for the loss noise, and not for {self.loss}")
         if self.ramp is not None:
             ramp = tuple(self.ramp)
             if len(ramp) != 3 or not all(0 <= value < _LARGEST for value in ramp) or ramp[2] > 1 or ramp[1] == 0:
@@ -229,7 +236,9 @@ class FinetuneSettings:
                 )
 
 
-def _temperature(text: Any) -> float | tuple[float, float]:
+def _temperature(text: Any) -> float | tuple[float, float] | str:
+    if text == AUTO:
+        return AUTO
     try:
         numbers = [float(number) for number in (text.split(",") if isinstance(text, str) else text)]
     except ValueError:

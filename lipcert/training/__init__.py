@@ -7,7 +7,8 @@ the trained model.
 from lipcert.settings import LOSSES, FinetuneSettings, MaxNorm
 from lipcert.training._batches import Augmentation, Batches, Mixed
 from lipcert.training._bound import TrainingBound
-from lipcert.training._finetune import Epoch, check_trainable, finetune
+from lipcert.training._epoch import Epoch
+from lipcert.training._finetune import check_trainable, finetune
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     adversarial_loss,
@@ -22,6 +23,7 @@ from lipcert.training._losses import (
 )
 from lipcert.training._matrices import NormHold, hold_projections
 from lipcert.training._muon import Muon
+from lipcert.training._recipe import recipe_for, settings_for
 from lipcert.training._validation import Log, Validation
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import time
@@ -22,16 +23,19 @@ from torch import Tensor, nn
 
 from lipcert.bounds import check_weights
 from lipcert.certifier.anchored import cut_of
+from lipcert.denoisers import Denoised
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import check_rebuilds, weights_hash
 from lipcert.inputs.batches import batches
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model, check_eps, checked, outside_inference_mode
-from lipcert.settings import GLOBAL, LOCAL, FinetuneSettings, settings_of, takes
+from lipcert.settings import GLOBAL, LOCAL, FinetuneSettings, takes
 from lipcert.surgery import Orthogonal
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
+from lipcert.training._epoch import Epoch
+from lipcert.training._head import classifier, fit_head
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     adversarial_loss,
@@ -46,36 +50,14 @@ from lipcert.training._losses import (
 )
 from lipcert.training._matrices import NormHold, held_at, matrices
 from lipcert.training._muon import Muon
+from lipcert.training._recipe import settings_for
 
 _WEIGHT_DECAY = 1e-4
 _CLIP = 3.0
 _COOLING = 0.8  # the fraction of a run during which the temperature changes
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """The results of one epoch.
-
-    Attributes:
-        number: 1 for the first epoch.
-        epochs: the number of epochs.
-        loss: the mean loss of the images, with the weights at the time of each.
-        accuracy: the fraction of images that were predicted correctly, with the weights at the time of each.
-        eps: the ε of the last update.
-        seconds: the duration of the epoch.
-        bound: the certified Lipschitz constant of the features before the head (or √2 times that of the logits) after
-            the last update; None for losses without the global bound.
-        estimate: the estimate of this constant in the loss, which is no bound.
-    """
-
-    number: int
-    epochs: int
-    loss: float
-    accuracy: float
-    eps: float
-    seconds: float
-    bound: float | None = None
-    estimate: float | None = None
+_TIMES_MARGIN = (8.0, 2.0)  # the temperature auto over the median margin, at first and at last
+_MEMORY = 0.99  # decay of the moving average of median margins
+_PAUSE = 120.0  # seconds between checkpoints within an epoch
 
 
 @takes(FinetuneSettings)
@@ -85,6 +67,7 @@ def finetune(
     loader: Iterable[tuple[Tensor, Tensor]],
     eps: float = 36 / 255,
     *,
+    recipe: str | None = None,
     teacher: Model | nn.Module | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     origin: Mapping[str, Any] | None = None,
@@ -120,6 +103,8 @@ def finetune(
         loader: batches of images in [0, 1], shape (N, C, H, W), and their classes, shape (N,). Every epoch iterates
             over it, so it must be reusable, such as a DataLoader or a list.
         eps: ε in ℓ2 on pixels.
+        recipe: ``"vit"``, ``"liresnet"``, ``"noise"`` or ``"cnn"``: settings for a kind of network, in place of the
+            defaults (:data:`lipcert.settings.RECIPES`).
         teacher: a model of the same classes, whose predictions the model learns, too: ``teacher_weight`` times
             :func:`lipcert.training.teacher_loss` is added to the loss, for the model's logits as they are in it (noisy
             with ``"noise"``, and divided by the temperature). The teacher gets the images without noise, resized if its
@@ -128,7 +113,7 @@ def finetune(
             the state of torch's random generator at that time.
         origin: a description of the loader, such as the data set and the batch size, as values for JSON. The recipe
             records it, and a checkpoint with another description is refused.
-        progress: called after each epoch.
+        progress: called after each epoch, and again for the last finished epoch when a run resumes.
         **settings: the other fields of :class:`lipcert.training.FinetuneSettings`:
 
             * loss: one of the above.
@@ -136,7 +121,7 @@ def finetune(
             * lr: the largest learning rate.
             * temperature: divides the logits in the loss. Models with small norms have small margins and need a small
               temperature, 0.1 to 0.25. Two numbers are the first and the last one; the temperature changes from one to
-              the other during the first 80 % of the run.
+              the other during the first 80 % of the run. ``"auto"`` is 8, at last 2 times the median margin.
             * ramp: (a, b, s): ε in the loss changes from a to b times ``eps`` during the first fraction s of the run.
               The default is (0.1, 2, 0.5) for ``"emma"``, as in appendix B.1 of its paper, and for ``"cut"``,
               (0, 1.1, 0.5) for the local losses, and (0, 1, 1/3) for the others.
@@ -148,6 +133,7 @@ def finetune(
             * sigma: the standard deviation of the noise in ``"noise"``, equal to that of the certification.
             * consistency: the weight of the agreement of two predictions under noise in ``"noise"``, such as 10.
             * teacher_weight: the weight of the divergence from the teacher's predictions.
+            * denoiser: the name of a denoiser in front of the network in ``"noise"``: ``"natural"`` or ``"dct"``.
             * max_norm: limits the spectral norm of each weight matrix, and the scales of projections, by one number or
               by numbers for patterns of paths; see :class:`lipcert.training.NormHold`.
             * optimizer: ``"adamw"``; ``"adam"``, without weight decay; ``"nadam"``, with Lookahead, for the losses with
@@ -175,8 +161,8 @@ def finetune(
             finite, or another process failed.
         UnsupportedOperation: the loss uses the global bound, and operations have no rule.
     """
-    asked = settings_of(FinetuneSettings, eps=eps, **settings)
     model = checked(model)
+    asked = settings_for(model, recipe, {"eps": eps, **settings})
     teacher = None if teacher is None else checked(teacher).eval()
     check_trainable(model, asked, teacher)
     if model.presumed and model.source:
@@ -206,12 +192,24 @@ def finetune(
             run.restore(state)
             good = _copy(model.state_dict())
         seed = torch.initial_seed()  # the seed of the first start, which the state contains
-        while run.finished < asked.epochs:
-            done = run.epoch()
-            good = _copy(model.state_dict())
+        if run.last is not None and progress is not None:
+            progress(run.last)  # an interruption may have come before it was reported
+
+        def save() -> None:
             with processes.together():
                 if path is not None and processes.first:
                     _checkpoint.write(path, mark, run.state())
+
+        head = classifier(model)
+        fitted = None
+        if asked.loss == "noise" and head is not None and {*head.parameters()} == {*run.parameters}:
+            fitted = fit_head(head, run.checked, run.logits, run.noisy, asked.epochs)
+        if fitted is not None and progress is not None:
+            progress(fitted)
+        while fitted is None and run.finished < asked.epochs:
+            done = run.epoch(save if processes.count == 1 else lambda: None)
+            good = _copy(model.state_dict())
+            save()
             if progress is not None:
                 progress(done)
     except BaseException:
@@ -261,10 +259,19 @@ def _others(model: Model, only: str | None) -> list[nn.Parameter]:
     named = {name: parameter for name, parameter in model.net.named_parameters() if parameter.requires_grad}
     selected: set[str] = set()
     for pattern in (part.strip() for part in only.split(",")):
-        matching = {name for name in named if fnmatchcase(name, pattern)}
+        own = {id(p) for p in getattr(classifier(model), "parameters", list)()} if pattern == "head" else set()
+        matching = {
+            name
+            for name, parameter in named.items()
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") or id(parameter) in own
+        }
         if not matching:
-            available = ", ".join([*named][:8])
-            raise InputError(f"only has {pattern!r}, and no parameter matches it; there are {available} …")
+            modules = [*dict.fromkeys(name.rpartition(".")[0] for name in named)]
+            near = difflib.get_close_matches(pattern, modules, 4, 0.3) or modules[:4]
+            raise InputError(
+                f"only has {pattern!r}, and no parameter or module matches it; there are {', '.join(near)}; "
+                "head is the classifier, whatever its name"
+            )
         selected |= matching
     selected_ids = {id(named[name]) for name in selected}
     return [p for p in model.parameters() if p.requires_grad and id(p) not in selected_ids]
@@ -300,8 +307,13 @@ class _Run:
         self.processes = processes
         self.asked = asked
         self.teacher = teacher
-        both = asked.temperature if isinstance(asked.temperature, (tuple, list)) else (asked.temperature,) * 2
-        self.temperatures = tuple(both)
+        self.margin: float | None = None  # the moving average of median margins, for the temperature auto
+        self.smoothed = model
+        if asked.denoiser is not None:
+            self.smoothed = Denoised(model, asked.denoiser)
+            self.smoothed.tell(cast(float, asked.sigma))
+        self.sums, self.start = _Sums(0.0, 0, 0, 0), torch.get_rng_state()
+        self.last: Epoch | None = None
         self.classes = number_of_classes(model)
         if asked.channels_last:
             model.to(memory_format=torch.channels_last)
@@ -333,28 +345,37 @@ class _Run:
         decay = 0.0 if self.asked.optimizer == "adam" else _WEIGHT_DECAY
         return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=decay)
 
-    def epoch(self) -> Epoch:
-        """Trains on all batches of the loader once."""
-        started = time.perf_counter()
-        source = self._checked()
-        loss, right, images, batches = 0.0, 0, 0, 0
+    def epoch(self, save: Callable[[], None] = lambda: None) -> Epoch:
+        """Trains on all batches of the loader once, or on those that a restored state leaves; ``save`` keeps states."""
+        started = saved = time.perf_counter()
+        restored, now = self.sums.batches, torch.get_rng_state()
+        if restored:
+            torch.set_rng_state(self.start)  # the loader draws the same order
+        self.start = torch.get_rng_state()
+        source = self.checked()
+        if restored:
+            for _ in islice(source, restored):
+                pass
+            torch.set_rng_state(now)
         last_eps = 0.0
         while True:
-            within = min(batches / self.batches, 1.0) if self.batches else 0.5  # the middle, if the number is unknown
-            done = (self.finished + within) / self.asked.epochs
-            eps = self.asked.eps_at(done)
-            self.mixture = self.asked.mixture_at(done)
-            first, last = self.temperatures
-            self.temperature = first * (last / first) ** min(done / _COOLING, 1.0)
+            within = min(self.sums.batches / self.batches, 1.0) if self.batches else 0.5  # the middle, if unknown
+            self.done = (self.finished + within) / self.asked.epochs
+            eps = self.asked.eps_at(self.done)
+            self.mixture = self.asked.mixture_at(self.done)
             for group in self.optimizer.param_groups:
-                group["lr"] = self.asked.lr_at(done)
+                group["lr"] = self.asked.lr_at(self.done)
             sums = self._gradient(source, eps)
             if sums is None:
                 break
-            batches += sums.batches
+            self.sums += sums
             if sums.images:
                 self._update()
-                loss, right, images, last_eps = loss + sums.loss, right + sums.right, images + sums.images, eps
+                last_eps = eps
+            if time.perf_counter() - saved > _PAUSE:
+                save()
+                saved = time.perf_counter()
+        loss, right, images, batches = astuple(self.sums)
         if not images:
             raise InputError(
                 f"the loader gave no images in epoch {self.finished + 1}; "
@@ -362,12 +383,30 @@ class _Run:
             )
         if not all(bool(torch.isfinite(p).all()) for p in self.parameters):
             raise self._diverged("a weight is not finite")
-        self.batches = batches
+        self.batches, self.sums = batches, _Sums(0.0, 0, 0, 0)
         self.finished += 1
         bound, estimate = (self.bound.certify(), self.bound.features.item()) if self.bound else (None, None)
         seconds = time.perf_counter() - started
         accuracy = right / images
-        return Epoch(self.finished, self.asked.epochs, loss / images, accuracy, last_eps, seconds, bound, estimate)
+        epochs = self.asked.epochs
+        self.last = Epoch(self.finished, epochs, loss / images, accuracy, last_eps, seconds, bound, estimate)
+        return self.last
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the next update."""
+        asked = self.asked.temperature
+        if isinstance(asked, str):
+            first, last = (times * cast(float, self.margin) for times in _TIMES_MARGIN)
+        else:
+            first, last = asked if isinstance(asked, (tuple, list)) else (asked, asked)
+        return first * (last / first) ** min(self.done / _COOLING, 1.0)
+
+    def _measure(self, logits: Tensor) -> None:
+        """Adds the median margin of a batch to the moving average."""
+        best = logits.detach().topk(2, 1).values
+        median = max((best[:, 0] - best[:, 1]).median().item(), 1e-30)
+        self.margin = median if self.margin is None else _MEMORY * self.margin + (1 - _MEMORY) * median
 
     def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Sums | None:
         """Computes the gradient for the next update; None if no process has another batch."""
@@ -390,9 +429,15 @@ class _Run:
     def _backward(self, images: Tensor, labels: Tensor, eps: float, share: float) -> _Sums:
         if not len(labels):
             return _Sums(0.0, 0, 0)
+        auto = isinstance(self.asked.temperature, str)
+        if auto and self.margin is None:
+            with torch.no_grad():
+                self._measure(self.logits(images))
         loss, logits = self._forward(images, labels, eps)
+        if auto:
+            self._measure(logits)
         if self.teacher is not None:
-            student = logits if logits.requires_grad else self._logits(images)
+            student = logits if logits.requires_grad else self.logits(images)
             soft = teacher_loss(student / self.temperature, self._taught(images))
             loss = loss + self.asked.teacher_weight * soft
         try:
@@ -443,17 +488,17 @@ class _Run:
         if self.cut is not None and self.bound is not None:
             module = self.model.net.get_submodule(self.cut)
             constant = self.bound.features
-            return cut_loss(self._logits, module, images, labels, constant, eps, self.temperature)
+            return cut_loss(self.logits, module, images, labels, constant, eps, self.temperature)
         if self.asked.loss == "adversarial":
-            return adversarial_loss(self._logits, images, labels, eps, self.temperature)
+            return adversarial_loss(self.logits, images, labels, eps, self.temperature)
         if self.local is not None:
             weights = {"sparsity": self.asked.sparsity, "upper_weight": self.asked.upper_weight}
             bottom = self.asked.loss == "local-g"
             return local_loss(self.local, images, labels, eps, self.mixture, bottom=bottom, **weights)
         if self.asked.loss == "noise":
             sigma, weight = cast(float, self.asked.sigma), self.asked.consistency
-            return noise_loss(self._logits, images, labels, sigma, weight, self.temperature)
-        logits = self._logits(images)
+            return noise_loss(partial(self._logits_of, self.smoothed), images, labels, sigma, weight, self.temperature)
+        logits = self.logits(images)
         scaled = logits / self.temperature
         if self.bound is None:
             return F.cross_entropy(scaled, labels), logits
@@ -465,8 +510,13 @@ class _Run:
         }  # fmt: skip
         return losses[self.asked.loss](scaled, labels, constants, eps), logits
 
-    def _logits(self, images: Tensor) -> Tensor:
+    def logits(self, images: Tensor) -> Tensor:
+        """The logits of images, shape (N, classes)."""
         return self._logits_of(self.model, images)
+
+    def noisy(self, images: Tensor) -> Tensor:
+        """The logits of images with noise, behind the denoiser if there is one."""
+        return self._logits_of(self.smoothed, images + cast(float, self.asked.sigma) * torch.randn_like(images))
 
     def _logits_of(self, model: Model, images: Tensor) -> Tensor:
         if self.asked.channels_last:
@@ -490,7 +540,8 @@ class _Run:
             "use a smaller learning rate"
         )
 
-    def _checked(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def checked(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of the loader, which are checked, on the model's device."""
         for images, labels in batches(self.loader, self.model, self.classes):
             if labels is None:
                 raise InputError("the loader must give pairs of tensors, images and their labels")
@@ -509,6 +560,10 @@ class _Run:
             "finished": self.finished,
             "updates": self.updates,
             "batches": self.batches,
+            "margin": self.margin,
+            "sums": astuple(self.sums),
+            "start": self.start,
+            "last": None if self.last is None else astuple(self.last),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -526,6 +581,8 @@ class _Run:
             self.local.vectors = {place: v.to(self.model.device) for place, v in state["local"].items()}
         torch.set_rng_state(state["random"])
         self.finished, self.updates, self.batches = state["finished"], state["updates"], state["batches"]
+        self.margin, self.sums, self.start = state["margin"], _Sums(*state["sums"]), state["start"]
+        self.last = None if state["last"] is None else Epoch(*state["last"])
 
 
 def _cut(model: Model) -> str:

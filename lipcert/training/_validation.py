@@ -3,26 +3,28 @@
 import csv
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
 from safetensors import safe_open
 
 from lipcert.certifier import Certifier, first_order_limit
+from lipcert.denoisers import Denoised
 from lipcert.errors import InputError
 from lipcert.inputs.data import Batch
 from lipcert.model import Model
 from lipcert.settings import GLOBAL, FinetuneSettings
-from lipcert.training._finetune import Epoch
+from lipcert.training._epoch import Epoch
 
 
 class Validation:
     """Held-out images, and the weights of the epoch with the best score on them.
 
-    The score is the accuracy for the losses noise and ce, the accuracy certified by gloro for the losses with the
-    global bound, and otherwise the share of images that are correctly classified and whose first-order limit is above
-    ε, which estimates the anchored certificate from above. With the loss noise, images get noise of the σ of training.
+    Measured are ``clean``, the accuracy, or ``noisy``, that under the noise of training for the loss noise;
+    ``certified``, the accuracy certified by gloro at ε, for the losses with the global bound; and for the other losses
+    but ce, ``limit``: the share of images that are correctly classified and whose first-order limit is above ε, which
+    estimates the anchored certificate from above. The last one is the score.
 
     Args:
         model: the model in training.
@@ -35,6 +37,10 @@ class Validation:
         if batch.labels is None:
             raise InputError("validation needs images with labels")
         self.model, self.asked, self.file, self.labels = model, asked, file, batch.labels
+        self.smoothed = model
+        if asked.denoiser is not None:
+            self.smoothed = Denoised(model, asked.denoiser)
+            self.smoothed.tell(cast(float, asked.sigma))
         noise = torch.randn(batch.images.shape, generator=torch.Generator().manual_seed(0)) * (asked.sigma or 0.0)
         self.images = batch.images + noise
         self.best, self.epoch = -1.0, 0
@@ -47,24 +53,25 @@ class Validation:
         """Measures the model after an epoch; the first process writes the weights if they are the best so far."""
         pixels = self.images.to(self.model.device, self.model.dtype)
         with torch.no_grad():
-            predicted = torch.cat([self.model(part).argmax(1).cpu() for part in pixels.split(64)])
+            predicted = torch.cat([self.smoothed(part).argmax(1).cpu() for part in pixels.split(64)])
         correct = predicted == self.labels
-        score = correct
+        figures = {"noisy" if self.asked.loss == "noise" else "clean": correct}
         if self.asked.loss in GLOBAL:
-            score = correct & Certifier(self.model, self.asked.eps, "gloro").run(self.images).certified
+            figures["certified"] = correct & Certifier(self.model, self.asked.eps, "gloro").run(self.images).certified
         elif self.asked.loss not in ("noise", "ce"):
             limits = [
                 first_order_limit(self.model, part, classes)
                 for part, classes in zip(pixels.split(64), predicted.split(64), strict=True)
             ]
-            score = correct & (torch.cat(limits) > self.asked.eps)
-        figures = {"validation_accuracy": correct.double().mean().item(), "score": score.double().mean().item()}
-        if figures["score"] > self.best:
-            self.best, self.epoch = figures["score"], epoch
+            figures["limit"] = correct & (torch.cat(limits) > self.asked.eps)
+        shares = {name: right.double().mean().item() for name, right in figures.items()}
+        score = [*shares.values()][-1]
+        if score > self.best:
+            self.best, self.epoch = score, epoch
             if first:
                 state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
                 safetensors.torch.save_file(state, self.file, {"score": str(self.best), "epoch": str(epoch)})
-        return figures
+        return shares
 
     def restore(self) -> None:
         """Gives the model the best weights."""
@@ -103,9 +110,9 @@ class Log:
                     self.board.add_scalar(name, value, epoch.number)
             self.board.flush()
             return
-        resumed = epoch.number > 1 and self.path.exists()
-        with self.path.open("a" if resumed else "w", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            if not resumed:
-                writer.writeheader()
-            writer.writerow(row)
+        with self.path.open(newline="") as file:
+            before = [known for known in csv.DictReader(file) if int(known["number"]) < epoch.number]
+        with self.path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, dict.fromkeys([*(before[0] if before else ()), *row]))
+            writer.writeheader()
+            writer.writerows([*before, row])
