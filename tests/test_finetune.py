@@ -594,7 +594,7 @@ def test_a_head_alone_is_fitted_to_features_of_noisy_images(digits, loader) -> N
     with torch.no_grad():
         right = (model(images + noise).argmax(1) == labels).double().mean().item()
     assert right > 0.5
-    assert seen[0].accuracy == pytest.approx(right, abs=0.1)
+    assert seen[0].accuracy > right - 0.1  # on the images of the fit
 
 
 def test_only_takes_modules_and_names_the_nearest() -> None:
@@ -955,7 +955,7 @@ def test_what_the_command_refuses(folder) -> None:
     Image.new("RGB", (8, 8)).save(folder / "flat" / "a.png")
     assert "file of the model itself" in refused(small, *SHORT, "--out", small)
     assert "not a lipcert artifact" in refused(small, *SHORT, "--out", "notes.txt")
-    assert "choose one of anchored" in refused(small, *SHORT, "--loss", "hinge")
+    assert "choose one of adversarial" in refused(small, *SHORT, "--loss", "hinge")
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
     other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
     assert "FILE numbers them, and --model-args num_classes=10 makes a head" in other
