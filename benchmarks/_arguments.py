@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds import Analysis, Value, analyze, key_of, testing
+from lipcert.bounds import Analysis, Value, analyze, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.errors import LipcertError
 from lipcert.graph import run
+from tests import rule_attacks
 
 Draw = Callable[[random.Random], tuple[Callable[..., Any], dict[str, Any]]]
 
@@ -597,7 +598,7 @@ def draw(seed: int) -> Setting | None:
 def look(seed: int) -> dict[str, Any]:
     """A row for one seed: every bound of the call's rules is compared with what is measured.
 
-    Constants, boxes, remainders, Jacobians and rounding errors are those of :func:`lipcert.bounds.testing.check_rule`:
+    Constants, boxes, remainders, Jacobians and rounding errors are those of :mod:`tests.rule_attacks`:
     in real arithmetic against ascent in float64, and in float32 against the operation in float32.
     """
     setting = draw(seed)
@@ -619,11 +620,13 @@ def look(seed: int) -> dict[str, Any]:
 def _examined(setting: Setting, seed: int) -> str:
     """``held``, or ``zero`` where the constant is infinite."""
     size = (1, setting.size)
-    module = testing.applied(setting)
+    module = rule_attacks.applied(setting)
     analysis = analyze(module, size)
     _check_facts(module, analysis, seed)
     if analysis.output.lip.finite:
-        testing.check_rule(setting, size, points=_POINTS, steps=_STEPS, seed=seed, slack=_MEASURED, analysis=analysis)
+        rule_attacks.check_rule(
+            setting, size, points=_POINTS, steps=_STEPS, seed=seed, slack=_MEASURED, analysis=analysis
+        )
         return "held"
     return "zero"
 

@@ -5,6 +5,7 @@ import inspect
 import warnings
 
 import pytest
+import rule_attacks
 import torch
 import torch.nn.functional as F
 from torch.overrides import get_testing_overrides, resolve_name
@@ -12,7 +13,7 @@ from truth import gains_hold
 
 import lipcert
 from benchmarks import _arguments
-from lipcert.bounds import analyze, testing
+from lipcert.bounds import analyze
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._registry import RULES, NoAnswer, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
@@ -120,7 +121,7 @@ CALLED = [name for name in _arguments.DRAWS if name not in ("setitem",)]
 
 def bounds(setting, named):
     """The operation's bounds and names, called by name in reverse order or by place."""
-    analysis = analyze(testing.applied(dataclasses.replace(setting, named=named)), (1, setting.size))
+    analysis = analyze(rule_attacks.applied(dataclasses.replace(setting, named=named)), (1, setting.size))
     output = analysis.output
     return output.lip, output.magnitude, output.lowest, sorted(node.name for node in analysis.graph.nodes)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
+from rule_attacks import Linearised, against, norms, repeated
 from scipy.optimize import minimize_scalar
 from torch import nn
 
@@ -19,7 +20,6 @@ from lipcert.bounds._registry import answers, key_of
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu, secant_relu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown, _odds
-from lipcert.bounds.testing import Linearised, against, norms, repeated
 from lipcert.certifier.anchored.secants import with_secants
 from lipcert.graph import Node, capture, needed
 from lipcert.graph._graph import run

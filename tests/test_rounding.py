@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rule_attacks import check_rounding
+from rule_attacks import deployed as apply
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
 from lipcert.bounds import MarginBounds, Operand, analyze, key_of, local_error, margins, radii
 from lipcert.bounds.rules.activation import ACTIVATIONS
-from lipcert.bounds.testing import check_rounding
-from lipcert.bounds.testing import deployed as apply
 from lipcert.certifier import Anchored, DeployedAnchored
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, capture

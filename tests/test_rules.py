@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rule_attacks import check_rule
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,7 +20,6 @@ from lipcert import surgery
 from lipcert.bounds import Value, _global, analyze
 from lipcert.bounds._registry import RULES, Rule, answers, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
-from lipcert.bounds.testing import check_rule
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Replay, capture, needed
 from lipcert.graph._graph import run
