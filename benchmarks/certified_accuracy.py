@@ -136,11 +136,11 @@ def measure(
 ) -> dict[str, Any]:
     """The summary of a model's first ``images`` images of the fixed shuffle; rows that are written are not repeated."""
     model = lipcert.load(path)
-    order = set(open_images(data, model, limit=images).order or ())  # empty for a stream
+    order = set(open_images(data, model, limit=images).order)
     known = {
         index: row
         for index, row in known_rows(rows_at).items()
-        if (row["method"], row["eps"]) == (method, eps) and (not order or index in order)
+        if (row["method"], row["eps"]) == (method, eps) and index in order
     }
     rows_at.touch()
     with (

@@ -16,6 +16,7 @@ from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import Certifier, Method, duration, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.inputs.classes import other_order
 from lipcert.inputs.data import Images, open_images
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
@@ -275,8 +276,9 @@ def _certify_with(
         if rows:
             say(f"{out}: continuing after {rows} images")
 
-    with progress("certifying", images.length) as update:
-        done, total = 0, images.length
+    with progress("certifying", len(images)) as update:
+        done = 0
+        total: int | None = len(images)
 
         def counted(rows: int, of: int | None) -> None:
             nonlocal done, total
@@ -299,6 +301,9 @@ def _certify_with(
                 started=started,
                 progress=counted,
             )
+    pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
+    if (line := other_order(pairs, images.class_names)) is not None:
+        say(f"note: {line}")
     path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
     bound = None if certifier.bound is None else certifier.bound.log10
     run = Run(path or Path("results"), summary(description, tally, complete=True), tally.rows)

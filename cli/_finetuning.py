@@ -111,17 +111,17 @@ def run(
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
         validation, write_log = None, None if log is None else Log(log)
         if validate is None and asked.ema is None and (asked.loss, asked.only) != ("noise", "head"):
-            tenth = (images.length or 0) // 10
+            tenth = len(images) // 10
             validate = min(tenth, _HELD_OUT[1]) if tenth >= _HELD_OUT[0] else 0
         if validate:
-            if images.length is None or images.length <= validate:
+            if len(images) <= validate:
                 raise InputError(f"--validate {validate} leaves no images for training")
-            images = open_images(of.data, loaded, limit=images.length - validate, purpose="train", **lists)
+            images = open_images(of.data, loaded, limit=len(images) - validate, purpose="train", **lists)
             if not unfinished.exists():  # weights that another training left behind
                 best.unlink(missing_ok=True)
             validation = Validation(loaded, cast(Batch, images.others(validate)), asked, best)
 
-        total = None if images.length is None else images.length * asked.epochs
+        total = len(images) * asked.epochs
         with progress(f"measuring accuracy before {asked.epochs} epochs", total) as update:
             processed = 0
 
@@ -136,8 +136,8 @@ def run(
 
             def finished(epoch: Epoch) -> None:
                 nonlocal processed
-                if not processed and images.length is not None:  # resumed
-                    processed = epoch.number * images.length
+                if not processed:  # resumed
+                    processed = epoch.number * len(images)
                 if validation is not None:
                     update(processed, total, f"validating epoch {epoch.number}")
                 figures = {} if validation is None else validation(epoch.number, processes.first)
@@ -173,7 +173,7 @@ def run(
             validation.restore()
         with progress("measuring accuracy") as update:
             after = _accuracy(loaded, sample, processes, asked, update)
-        count = processed // asked.epochs if images.length is None else images.length
+        count = len(images)
         facts: dict[str, Any] = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
         facts |= {} if images.split is None else {"split": images.split}
         if processes.first:

@@ -59,10 +59,7 @@ Device = Annotated[
 Limit = Annotated[
     int | None, typer.Option(help="Use only this many images, drawn by a fixed shuffle.", show_default=False)
 ]
-_DATA = (
-    "One image, or a folder or .tar of images (class folders give labels), or torch/NAME, hfds/NAME, wds/FOLDER "
-    "[:SPLIT]"
-)
+_DATA = "One image, or a folder or .tar of images (class folders give labels), or torch/NAME or hfds/NAME [:SPLIT]"
 Data = Annotated[
     str | None,
     typer.Option(
@@ -75,7 +72,7 @@ Data = Annotated[
 Classes = Annotated[
     Path | None,
     typer.Option(
-        help="A file that maps class folders to class numbers: one name per line, name and number, or JSON.",
+        help="A file with the classes in the order of the model: a name a line, or JSON; JSON may give numbers.",
         show_default=False,
     ),
 ]
@@ -88,7 +85,7 @@ LabelledData = Annotated[
     typer.Option(
         "--data",
         "--data-dir",
-        help="A folder or .tar with class folders, or torch/NAME, hfds/NAME, wds/FOLDER [:SPLIT].",
+        help="A folder or .tar with class folders, or torch/NAME or hfds/NAME [:SPLIT].",
     ),
 ]
 

@@ -139,6 +139,7 @@ class Model(nn.Module):
         source: the name and arguments that rebuild ``net``: ``{"name": timm name, "arguments": {...}}``, or {} for a
             module of the caller.
         data_config: timm's data configuration (interpolation, crop_pct, ...), for reading images.
+        class_names: names of the classes by number; () where they are not known.
         recipe: the surgery so far, one dict per step, in order.
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
@@ -167,6 +168,7 @@ class Model(nn.Module):
         source: dict[str, Any] | None = None,
         data_config: dict[str, Any] | None = None,
         recipe: Sequence[dict[str, Any]] = (),
+        class_names: Sequence[str] = (),
     ):
         super().__init__()
         channels = int(input_size[0])
@@ -189,6 +191,7 @@ class Model(nn.Module):
         self.source = dict(source or {})
         self.data_config = dict(data_config or {})
         self.recipe = [dict(step) for step in recipe]
+        self.class_names = tuple(class_names)
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -203,6 +206,9 @@ class Model(nn.Module):
         """
         with RealArithmetic() if self.real else nullcontext():
             logits: Tensor = self.net((images - self.mean) / self.std)
+            if not hasattr(logits, "shape"):
+                kind = type(logits).__name__
+                raise InputError(f"the network returns a {kind}; give a module whose forward returns its logits alone")
             if tuple(logits.shape[1:]) != (1,):
                 return logits
             return F.linear(logits, self.pair.to(logits.dtype))
@@ -230,6 +236,8 @@ class Model(nn.Module):
                 hint = "give a batch: images[None]"
             elif len(shape) == 4 and (shape[3], *shape[1:3]) == self.input_size:
                 hint = "channels come first: images.permute(0, 3, 1, 2)"
+            elif len(shape) == 5 and shape[2:] == self.input_size:
+                hint = "crops are images of their own: images.flatten(0, 1), with each label as often"
             raise InputError(f"images must have shape (N, {expected}), got {shape}; {hint}")
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")

@@ -1,9 +1,7 @@
 """Data sets: order, labels and pixels are what they seem, and what cannot be read is named."""
 
 import io
-import sys
 import tarfile
-import types
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ import timm.data
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from lipcert.errors import InputError
 from lipcert.inputs import data
@@ -199,9 +196,6 @@ def test_paths_without_images(tmp_path):
     refused(write_tar(tmp_path / "texts.tar", {"a/1.txt": b"text"}), "holds no images")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "holds no images")
-    (tmp_path / "packed").mkdir()
-    write_tar(tmp_path / "packed" / "test.tar", CLASSES)
-    refused(tmp_path / "packed", "give one of them", "test.tar", "wds/")
     refused("", "empty name", "leave --data out")
     (tmp_path / "x.txt").write_bytes(picture(0))
     refused(tmp_path / "x.txt", "neither an image nor a folder or a .tar")
@@ -300,66 +294,36 @@ def test_data_sets_that_cannot_be_had(monkeypatch, tmp_path):
     monkeypatch.setattr(timm.data, "create_dataset", unreachable)
     refused("torch/cifar10", "no network")
     monkeypatch.setattr(_named_data.importlib.util, "find_spec", lambda _: None)
-    for kind, package in (("hfds", "datasets"), ("wds", "webdataset"), ("tfds", "tensorflow-datasets")):
-        refused(f"{kind}/x", f"pip install {package}")
+    refused("hfds/x", "pip install datasets")
 
 
-def stream(monkeypatch, items, length=0):
-    """Makes wds/ open a stream of these items."""
+def test_data_sets_of_the_hub(monkeypatch):
+    """By timm's reader of them, which this stands for."""
 
-    class Stream(timm.data.IterableImageDataset):
-        def __init__(self):
-            IterableDataset.__init__(self)
-
-        def __iter__(self):
-            for item in items:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+    class Reader:
+        class_to_idx = {"a": 0, "b": 1, "c": 2}
 
         def __len__(self):
-            return length
+            return 3
 
-    calls = []
-    monkeypatch.setitem(sys.modules, "webdataset", types.ModuleType("webdataset"))
+        def __getitem__(self, i):
+            return io.BytesIO(picture(10 * i)), labels[i]
+
     monkeypatch.setattr(_named_data.importlib.util, "find_spec", lambda _: True)
-    monkeypatch.setattr(timm.data, "create_dataset", lambda name, **options: calls.append((name, options)) or Stream())
-    return calls
-
-
-def test_streams(monkeypatch):
-    grey = [Image.new("RGB", (8, 8), (10 * i,) * 3) for i in range(5)]
-    calls = stream(monkeypatch, [(image, i % 3) for i, image in enumerate(grey)])
-    images = open_images("wds/some/folder:train", model())
-    assert calls == [("wds/", {"split": "train", "root": "some/folder"})]
-    assert (images.labelled, images.length, images.total, images.order) == (True, None, None, None)
-    batches = list(images.batches(2, only={0, *range(2, 10)}))
-    assert [batch.indices for batch in batches] == [(0, 2), (3, 4)]
-    assert batches[1].labels.tolist() == [0, 1]
-    torch.testing.assert_close(batches[1].images[1], torch.full((3, 8, 8), 40 / 255))
-    assert [batch.indices for batch in open_images("wds/x", model(), limit=3).batches(9)] == [(0, 1, 2)]
-    with pytest.raises(TypeError):
-        len(images)
-    with pytest.raises(TypeError):
-        images[0]
-
-
-def test_streams_that_say_how_long_they_are(monkeypatch):
-    stream(monkeypatch, [(Image.new("RGB", (8, 8)), 0)], length=7)
-    assert open_images("wds/x", model()).length == 7
-    assert open_images("wds/x", model(), limit=3).length == 3
-
-
-def test_streams_without_labels_or_with_wrong_ones(monkeypatch):
-    image = Image.new("RGB", (8, 8))
-    stream(monkeypatch, [(image, -1), (image, -1)])
-    assert next(open_images("wds/x", model()).batches(2)).labels is None
-    stream(monkeypatch, [(image, 0), (image, 3)])
-    refused("wds/x", "label 3", "0 to 2")
-    stream(monkeypatch, [])
-    refused("wds/x", "no images")
-    stream(monkeypatch, [(image, 0), OSError("broken shard")])
-    refused("wds/x", "broken shard")
+    monkeypatch.setattr(timm.data, "create_dataset", lambda *_, **__: timm.data.ImageDataset("", reader=Reader()))
+    labels = [2, 0, 1]
+    images = open_images("hfds/owner/name", model())
+    assert [image[0, 0, 0].mul(255).round().item() for image, _ in (images[i] for i in range(3))] == [0, 10, 20]
+    assert [images[i][1] for i in range(3)] == [2, 0, 1]
+    known = model()
+    known.class_names = ("c", "a", "b")
+    assert [open_images("hfds/owner/name", known)[i][1] for i in range(3)] == [0, 1, 2]
+    labels = [-1, -1, -1]
+    assert not open_images("hfds/owner/name", model()).labelled
+    labels = [0, 3, 0]
+    refused("hfds/owner/name", "label 3", "0 to 2")
+    labels = [0.5, 0, 0]
+    refused("hfds/owner/name", "label 0.5")
 
 
 def test_a_single_image_that_is_none_is_named_once(tmp_path):

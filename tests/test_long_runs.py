@@ -81,29 +81,6 @@ def test_parts_of_few_images_get_about_as_many(count, parts, least):
     assert min(shares) >= least
 
 
-class Stream:
-    """A data set that can only be gone through."""
-
-    def __init__(self, count):
-        self.order, self.length, self.count = None, count, count
-
-    def batches(self, sizes):
-        start = 0
-        for size in sizes:
-            if start >= self.count:
-                return
-            indices = tuple(range(start, min(start + size, self.count)))
-            start += size
-            yield lipcert.inputs.data.Batch(indices, torch.rand(len(indices), 3, 8, 8), None)
-
-
-def test_streams_have_blocks_too():
-    certifier = Certifier(load(None), 0.1, "gloro")
-    certifier.together = 4
-    found = [[row["index"] for row in Remaining(certifier, Stream(11), {0, 1, 5}, part, 2)] for part in range(2)]
-    assert found == [[3, 4, 9, 10], [2, 6, 7, 8]]
-
-
 def test_shards_are_put_together(folder):
     run("certify", *GLORO, "--out", "whole.jsonl")
     for part in (2, 1, 3):

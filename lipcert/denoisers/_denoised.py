@@ -58,6 +58,7 @@ class Denoised(Model):
             input_size=model.input_size,
             source=model.source,
             data_config=model.data_config,
+            class_names=model.class_names,
             recipe=[*model.recipe, {"step": "denoise", "denoiser": name or type(denoiser).__name__}],
         )
         self.to(model.device)

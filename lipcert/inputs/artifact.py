@@ -94,6 +94,7 @@ def save(
         "recipe": model.recipe,
         "facts": dict(facts or {}),
         "weights_hash": weights_hash(model),
+        **({"classes": list(model.class_names)} if model.class_names else {}),
     }
     tensors = {name: value.detach().cpu().contiguous() for name, value in _state(model).items()}
     half = _half(tensors)
@@ -187,6 +188,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
             if step["step"] == "denoise":
                 model = Denoised(model, str(step["denoiser"]))
         model.recipe = [dict(step) for step in content["recipe"]]
+        model.class_names = tuple(map(str, content.get("classes") or ()))
         _fill(model, path, shapes, _WIDE[content["dtype"]] if "dtype" in content else None)
     except (
         safetensors.SafetensorError,

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import random
+import tarfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,10 @@ from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
 from lipcert.errors import InputError, first_line, shortened
+from lipcert.inputs.classes import LabelList, number_by_name, printable
 from lipcert.inputs.folders import SUFFIXES, ImageFiles, Purpose, in_folder, in_tar
-from lipcert.inputs.lists import ClassList, LabelList, printable
 from lipcert.inputs.loading import number_of_classes
-from lipcert.inputs.named_data import KINDS, Stream, TinyImageNet, names_of_torch, open_named, reason_of
+from lipcert.inputs.named_data import KINDS, open_named
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
 from lipcert.inputs.samples import sample_images
 from lipcert.model import Model
@@ -44,8 +45,6 @@ _MODES = {1: "L", 3: "RGB"}
 _FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 # Resizing the shorter side of a longer strip to the model's input would take gigabytes.
 _LONGEST = 1000
-# Archives that are not read.
-_PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".rar")
 # The share of the resized image that is cut out; a tiny one asks for a resized image of gigabytes.
 _LEAST_CROP = 0.1
 
@@ -93,7 +92,6 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
     """The images of a data set that a run looks at, ready for the model.
 
     ``images[i]`` is the i-th of them, as ((C, H, W) float32 in [0, 1], label or None); ``batches`` goes through all.
-    A data set that is a stream can only be gone through, and may not know its length.
 
     Attributes:
         spec: what the user called the data set; None for the bundled images.
@@ -104,9 +102,9 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         split: the split that was chosen among several; None where the user named it, or there is only one.
         labels_by: in words, what labels follow from; None where that is the data set itself.
         lists: the files ``classes`` and ``labels`` that were given.
-        class_names: names of classes by number, as far as the data set has them.
-        order: positions in the whole data set, in the order of the run; None for a stream.
-        total: images in the whole data set, with those of ``removed``; None for a stream.
+        class_names: names of classes by number, as far as the data set or the model has them.
+        order: positions in the whole data set, in the order of the run.
+        total: images in the whole data set, with those of ``removed``.
         removed: positions of images that the data set had before, ascending, see :meth:`leave_out`.
         limit: how many images the run looks at; None for all.
         stored: whether the images are stored as the network takes them, and not resized from files.
@@ -114,7 +112,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
 
     stored = False
 
-    def __init__(self, spec: str | None, *, total: int | None, limit: int | None):
+    def __init__(self, spec: str | None, *, total: int, limit: int | None):
         self.spec = spec
         self.limit = limit
         self.labelled = True
@@ -127,26 +125,17 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.class_names: dict[int, str] = {}
         self.total = total
         self.removed: list[int] = []
-        self.order = None if total is None else order_of(total, limit)
-
-    @property
-    def length(self) -> int | None:
-        """How many images there are; None for a stream that does not say."""
-        return None if self.order is None else len(self.order)
+        self.order = order_of(total, limit)
 
     def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError(f"{self.spec} is a stream and does not say how many images it holds")
-        return self.length
+        return len(self.order)
 
     def __getitem__(self, i: int) -> tuple[Tensor, int | None]:
-        if self.order is None:
-            raise TypeError(f"{self.spec} is a stream; go through it with batches()")
         return self._read(self.order[i])
 
     def others(self, count: int) -> Batch | None:
         """Up to ``count`` images that the run leaves out: the next ones of its shuffle; None if there are none."""
-        if self.total is None or self.limit is None or self.limit >= self.total:
+        if self.limit is None or self.limit >= self.total:
             return None
         indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][:count]
         items = [self._read(index) for index in indices]
@@ -155,16 +144,12 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
 
     def leave_out(self, removed: Sequence[int]) -> None:
         """Gives the images the positions that they had when the data set also had images at these positions."""
-        assert self.total is not None
         self.total += len(removed) - len(self.removed)
         self.removed = sorted(removed)
         self.order = [index for index in order_of(self.total, self.limit) if index not in self.removed]
 
     def singly(self, wanted: Collection[int]) -> Iterator[Batch]:
         """These images one by one, whatever the limit; those that the data set does not have are left out."""
-        if self.total is None:
-            yield from self.batches(1, only=wanted)
-            return
         for index in sorted({*wanted} - {*self.removed}):
             if index < self.total:
                 image, label = self._read(index)
@@ -192,37 +177,18 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         return []
 
     def batches(self, size: int | Iterable[int], only: Collection[int] | None = None) -> Iterator[Batch]:
-        """All images in order, or some of them."""
-        items = self._items(only)
+        """All images in order, or those of some indices, in batches of these sizes; the last one may be smaller."""
+        wanted = (index for index in self.order if only is None or index in only)
         for count in repeat(size) if isinstance(size, int) else size:
-            if not (chunk := list(islice(items, count))):
+            if not (indices := tuple(islice(wanted, count))):
                 return
-            labels = torch.tensor([label for _, _, label in chunk]) if self.labelled else None
-            indices, images = tuple(index for index, _, _ in chunk), torch.stack([image for _, image, _ in chunk])
+            items = [self._read(index) for index in indices]
+            labels = torch.tensor([label for _, label in items]) if self.labelled else None
+            images = torch.stack([image for image, _ in items])
             yield Batch(indices, images, labels, tuple(self.file(index) for index in indices))
-
-    def _items(self, only: Collection[int] | None) -> Iterator[tuple[int, Tensor, int | None]]:
-        assert self.order is not None
-        for index in self.order:
-            if only is None or index in only:
-                yield index, *self._read(index)
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         raise NotImplementedError
-
-    def _look_at_label(self, label: Any) -> None:
-        """Leaves labels out where the first of them is hidden, or no class at all."""
-        if _is_label(label):
-            return
-        if isinstance(label, float):
-            raise InputError(f"{self.spec} has the label {label}, which is no class; give data with class numbers")
-        self.labelled = False
-        if label is None:
-            self.note = self.note or f"the images of {self.spec} have no labels"
-            return
-        hidden = not isinstance(label, (str, list, tuple, dict))
-        reason = f"are hidden ({label})" if hidden else f"are no class numbers ({shortened(str(label))})"
-        self.note = self.note or f"the labels of {self.spec} {reason}: they are left out"
 
     def _compare_classes(self, what: str, number: int, classes: int) -> None:
         """Labels are positions among the data set's classes: among more or fewer they would mean other classes."""
@@ -245,44 +211,47 @@ def open_images(
     Args:
         spec: a folder or ``.tar`` of images, whose first folders are classes, see :mod:`lipcert.inputs.folders`; or
             one image; or a data set by name, ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``,
-            ``torch/cifar100`` or ``torch/svhn``, ``hfds/NAME``, ``hfids/NAME``, ``tfds/NAME`` or ``wds/FOLDER``; or
-            None for the bundled images, or, for a model of another input size, drawn ones without labels. With several
-            splits ``:SPLIT`` after it names one.
-        model: its ``input_size`` and ``data_config`` say how images are resized and cropped.
-        limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class; of a stream
-            the first.
+            ``torch/cifar100`` or ``torch/svhn``, or ``hfds/NAME``, as timm reads them; or None for the bundled
+            images, or, for a model of another input size, drawn ones without labels. With several splits ``:SPLIT``
+            after it names one.
+        model: its ``input_size`` and ``data_config`` say how images are resized and cropped. Classes are matched by
+            name to its ``class_names``, where it has them.
+        limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class.
         purpose: decides the split where none is named: to train, the training images; to certify, those for
             validation, else those for testing, else those for training.
-        classes: a file that numbers the class folders or the names in ``labels``, see :mod:`lipcert.inputs.lists`.
-        labels: a file with the label of each file.
+        classes: a file that numbers the class folders or the names in ``labels``: a name a line, or JSON.
+        labels: a CSV file with the label of each file.
 
     Returns:
         The images, in an order that is the same in every run.
 
     Raises:
-        InputError: a missing path, no images, a damaged file, a data set that cannot be had.
+        InputError: a missing path, no images, a damaged file, a data set that cannot be had, or classes that are not
+            the model's.
     """
     if limit is not None and limit < 1:
         raise InputError(f"the limit must be at least 1 image, got {limit}")
-    listed = None if classes is None else ClassList(classes), None if labels is None else LabelList(labels)
     kind = "" if spec is None else os.fspath(spec).partition("/")[0].lower()
     named = spec is None or (kind in KINDS and "/" in os.fspath(spec))
-    if named and any(listed):
+    if named and (classes or labels):
         raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
     if spec is None:
-        return _StoredImages(model, limit)
-    spec = os.fspath(spec)
-    if not spec.strip():
-        raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled images")
-    transform = _Transform(model)
-    count = number_of_classes(model)
-    source = open_named(kind, spec, purpose) if named else _open_path(spec, purpose, count, *listed)
-    if isinstance(source, (timm.data.IterableImageDataset, Stream)):
-        return _StreamImages(spec, source, transform, count, limit)
-    images = _IndexedImages(spec, source, transform, count, limit)
-    images.lists = {
-        key: os.path.abspath(one.path) for key, one in zip(("classes", "labels"), listed, strict=True) if one
-    }
+        images: Images = _StoredImages(model, limit)
+    else:
+        spec, count = os.fspath(spec), number_of_classes(model)
+        if not spec.strip():
+            raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled ones")
+        known = model.class_names if len(model.class_names) == count else ()
+        transform = _Transform(model)
+        if named:
+            source = open_named(kind, spec, purpose)
+        else:
+            source = _open_path(spec, purpose, count, known, classes, None if labels is None else LabelList(labels))
+        images = _ReadImages(spec, source, transform, count, known, limit)
+    given = {"classes": classes, "labels": labels}
+    images.lists = {key: os.path.abspath(path) for key, path in given.items() if path is not None}
+    if not images.class_names:
+        images.class_names = {number: printable(name) for number, name in enumerate(model.class_names)}
     return images
 
 
@@ -360,13 +329,17 @@ class _StoredImages(Images):
         return self.images[index].float() / 255, label
 
 
-class _IndexedImages(Images):
-    """A data set with random access: timm's ``ImageDataset`` or one of torchvision's."""
+class _ReadImages(Images):
+    """Files of images, or a data set of timm or torchvision."""
 
-    def __init__(self, spec: str, source: Any, transform: _Transform, classes: int, limit: int | None):
+    def __init__(
+        self, spec: str, source: Any, transform: _Transform, classes: int, known: Sequence[str], limit: int | None
+    ):
         self.source = source
+        self.reader = getattr(source, "reader", None)
         self.transform = transform
         self.classes = classes
+        self.numbers: dict[int, int] | None = None  # of classes of the data set among those that the model knows
         if not len(source):
             raise InputError(f"{spec} holds no images")
         super().__init__(spec, total=len(source), limit=limit)
@@ -378,45 +351,57 @@ class _IndexedImages(Images):
                 self._compare_classes(f"{spec} has", source.classes, classes)
                 self.note = f"{self.note}; --classes FILE numbers them" if self.note else None
             return
+        label = self._decode(0)[1]
+        names = getattr(self.reader or source, "class_to_idx", None) or {}
+        self.class_names = {number: str(name) for name, number in names.items()}
+        if names and known and {*names} & {*known}:
+            numbers = number_by_name([*map(str, names)], known, spec, "the model's classes")
+            self.numbers = {number: numbers[str(name)] for name, number in names.items()}
+        elif names:
+            self._compare_classes(f"{spec} has", len({*names.values()}), classes)
         if isinstance(source, _OneImage):
-            self._decode(0)
             self.labelled = False
-            return
-        names = _class_names(source)
-        if names:
-            self.class_names = {number: str(name) for name, number in names.items()}
-            self._compare_classes(f"{spec} has", len(names), classes)
-        self._look_at_label(self._decode(0)[1])
+        elif isinstance(label, float):
+            raise InputError(f"{spec} has the label {label}, which is no class; give data with class numbers")
+        elif not _is_label(label):
+            self.labelled = False
+            self.note = self.note or f"the labels of {spec} are no class numbers ({shortened(str(label))}): left out"
 
     @property
     def digest(self) -> str | None:
         if self.file(0) is None:
             return None
-        names = [Path(self.source.filename(index)).as_posix() for index in range(len(self.source))]
+        names = [self.source.filename(index) for index in range(len(self.source))]
         return hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()
 
     def file(self, index: int) -> str | None:
-        # Others than readers of files have no names, or read the whole image to tell one.
-        named = hasattr(getattr(self.source, "reader", None), "samples")
-        return printable(Path(self.source.filename(self._place(index))).as_posix()) if named else None
+        # Other readers have no names, or read the whole image to tell one.
+        return printable(self.source.filename(self._place(index))) if hasattr(self.reader, "samples") else None
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         image, label = self._decode(index)
-        return image, _checked(label, self.classes, self._name(index)) if self.labelled else None
+        if not self.labelled:
+            return image, None
+        if self.numbers is not None and _is_label(label):
+            label = self.numbers.get(int(label), -1)
+        if not _is_label(label) or int(label) >= self.classes:
+            raise InputError(
+                f"the image {self._name(index)} has the label {label}, and the model has the classes 0 to "
+                f"{self.classes - 1}"
+            )
+        return image, int(label)
 
     def _decode(self, index: int) -> tuple[Tensor, Any]:
         # timm's own ImageDataset would replace an unreadable image by the next one, with that one's label.
-        reader = getattr(self.source, "reader", None)
         try:
-            if reader is None:
+            if self.reader is None:
                 image, label = self.source[self._place(index)]
                 return self.transform(image), label
-            file, label = reader[self._place(index)][:2]
+            file, label = self.reader[self._place(index)][:2]
             with file, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about metadata, and palettes with transparency
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
-                Image.init()  # all formats, or those of this list that are not loaded yet would be an error
-                with Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
+                with _opened(file) as image:
                     return self.transform(image), label
         except Exception as error:
             foreign = isinstance(error, UnidentifiedImageError)  # its text is a Python object
@@ -424,16 +409,14 @@ class _IndexedImages(Images):
             raise InputError(f"cannot read the image {self._name(index)}: {reason}; repair or remove it") from error
 
     def sizes(self, count: int) -> list[tuple[int, int]]:
-        reader, sizes = getattr(self.source, "reader", None), []
-        order = self.order or ()
-        if reader is None:
-            return []
-        Image.init()  # all formats: in a new process none is loaded yet, and the size would stay unknown
-        for index in order[:: max(1, len(order) // count)][:count]:
+        sizes: list[tuple[int, int]] = []
+        if self.reader is None:
+            return sizes
+        for index in self.order[:: max(1, len(self) // count)][:count]:
             with contextlib.suppress(Exception), warnings.catch_warnings():  # decoding it says what is wrong with it
                 warnings.simplefilter("ignore")
-                file = reader[self._place(index)][0]
-                with file, Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN]) as image:
+                file = self.reader[self._place(index)][0]
+                with file, _opened(file) as image:
                     sizes.append(image.size)
         return sizes
 
@@ -445,36 +428,10 @@ class _IndexedImages(Images):
         return f"number {index} of {self.spec}"
 
 
-class _StreamImages(Images):
-    """A data set that can only be gone through, such as a WebDataset."""
-
-    def __init__(self, spec: str, source: Any, transform: _Transform, classes: int, limit: int | None):
-        self.source = source
-        self.transform = transform
-        self.classes = classes
-        super().__init__(spec, total=None, limit=limit)
-        first = next(self._raw(), None)
-        if first is None:
-            raise InputError(f"{spec} holds no images")
-        self.split, self.notes = getattr(source, "split", None), list(getattr(source, "notes", []))
-        self._look_at_label(first[1])
-
-    @property
-    def length(self) -> int | None:
-        stated = len(self.source) or None
-        return min(stated, self.limit) if stated and self.limit else self.limit or stated
-
-    def _raw(self) -> Iterator[tuple[Any, Any]]:
-        try:
-            yield from islice(self.source, self.limit)
-        except Exception as error:
-            raise InputError(f"cannot read {self.spec}: {reason_of(error)}") from error
-
-    def _items(self, only: Collection[int] | None) -> Iterator[tuple[int, Tensor, int | None]]:
-        for index, (image, label) in enumerate(self._raw()):
-            if only is None or index in only:
-                where = f"number {index} of {self.spec}"
-                yield index, self.transform(image), _checked(label, self.classes, where) if self.labelled else None
+def _opened(file: Any) -> Image.Image:
+    """An image of one of the formats that are decoded."""
+    Image.init()  # all formats: in a new process none is loaded yet
+    return Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
 class _OneImage:
@@ -495,49 +452,37 @@ class _OneImage:
         return self.path.name
 
 
-def _open_path(spec: str, purpose: Purpose, count: int, classes: ClassList | None, labels: LabelList | None) -> Any:
+def _open_path(
+    spec: str,
+    purpose: Purpose,
+    count: int,
+    known: Sequence[str],
+    classes: str | os.PathLike[str] | None,
+    labels: LabelList | None,
+) -> Any:
     path, split = Path(spec), None
     if not os.path.exists(path):
         place, colon, name = spec.rpartition(":")
         if not (colon and os.path.exists(place)):
-            meant = f"; torch/{spec} is a data set" if spec.lower() in names_of_torch() else ""
-            kinds = ", ".join(f"{kind}/" for kind in KINDS)
-            raise InputError(f"there is no folder or .tar file {spec}{meant}; data sets by name start with {kinds}")
+            kinds = " and ".join(f"{kind}/" for kind in KINDS)
+            raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
         path, spec, split = Path(place), place, name
     if path.is_file() and path.suffix.lower() in SUFFIXES:
         return _OneImage(path)
-    if path.is_file() and path.suffix.lower() != ".tar":
-        unpack = "; unpack it" if any(path.name.lower().endswith(end) for end in _PACKED) else ""
-        raise InputError(f"{spec} is neither an image nor a folder or a .tar of images{unpack}")
-    if path.is_dir() and (tiny := TinyImageNet.of(path, purpose, split)) is not None:
-        return tiny
+    if not path.is_dir() and path.suffix.lower() != ".tar":
+        raise InputError(f"{spec} is neither an image nor a folder or a .tar of images; archives are unpacked first")
     try:
-        files = in_tar(path, spec) if path.is_file() else in_folder(path, spec)
-    except InputError:
-        raise
-    except Exception as error:
-        reason = first_line(error)
+        files = in_folder(path, spec) if path.is_dir() else in_tar(path, spec)
+    except (tarfile.TarError, OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(
-            f"{spec} is no uncompressed tar file, or is damaged: {reason}; copy it again, or unpack it"
+            f"{spec} is no uncompressed tar file, or is damaged: {first_line(error)}; copy it again, or unpack it"
         ) from error
     if not files.images:
-        archives = ", ".join(map(str, sorted(path.glob("*.tar"))[:3]))
-        if archives:
-            raise InputError(f"{spec} holds archives; give one of them: {archives}; or the shards as wds/{spec}")
-        suffixes = ", ".join(sorted(SUFFIXES))
-        others = f"; {files.others.total()} files of other formats" if files.others else ""
-        raise InputError(f"{spec} holds no images ({suffixes}){others}")
-    return ImageFiles(files, purpose, split, count, classes, labels)
-
-
-def _class_names(source: Any) -> dict[str, int]:
-    """The numbers of the classes by name, where the data set knows them all."""
-    reader = getattr(source, "reader", source)
-    for attribute in ("class_to_idx", "class_name_to_idx"):
-        names = getattr(reader, attribute, None)
-        if names:
-            return dict(names)
-    return {}
+        others = f"; {sum(files.others.values())} files of other formats" if files.others else ""
+        raise InputError(f"{spec} holds no images ({', '.join(sorted(SUFFIXES))}){others}")
+    return ImageFiles(files, purpose, split, count, known, classes, labels)
 
 
 def order_of(count: int, limit: int | None) -> Sequence[int]:
@@ -559,9 +504,3 @@ def _is_label(value: Any) -> bool:
         return int(value) == value and value >= 0
     except (OverflowError, TypeError, ValueError, RuntimeError):
         return False
-
-
-def _checked(label: Any, classes: int, where: str) -> int:
-    if not _is_label(label) or int(label) >= classes:
-        raise InputError(f"the image {where} has the label {label}, and the model has the classes 0 to {classes - 1}")
-    return int(label)

@@ -1,7 +1,7 @@
 """Image files in folders and ``.tar`` archives: which of them are data, which split they are, and their classes.
 
 The class of an image is the first folder of its path, as torchvision's ``ImageFolder`` has it: ``class/part/x.png`` is
-of the class ``class``. Folders are numbered in timm's natural order (2 before 10), or as a list says.
+of the class ``class``.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from timm.data import ImageNetInfo
-from timm.utils.misc import natural_key
-
-from lipcert.errors import InputError, shortened
-from lipcert.inputs.lists import ClassList, LabelList, printable
+from lipcert.errors import InputError
+from lipcert.inputs.classes import (
+    LabelList,
+    are_wordnet_ids,
+    imagenet_names,
+    listing,
+    natural,
+    number_by_name,
+    printable,
+    read_classes,
+)
 
 Purpose = Literal["train", "certify"]
 
@@ -29,150 +35,124 @@ SUFFIXES = frozenset(
      ".ppm", ".pgm", ".pbm", ".pnm")
 )  # fmt: skip
 # What lies beside images and is none, so that nobody misses it.
-_TEXTS = frozenset(
-    (".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".html", ".pdf", ".mat", ".db", ".ini",
-     ".log", ".lock", ".rst")
-)  # fmt: skip
-# The words for each split, in the order in which certificates and training look for one.
+_TEXTS = frozenset((".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db"))
 _WORDS = {
-    "train": ("train", "training", "trainset", "tr"),
-    "val": ("val", "valid", "validation", "dev", "eval", "valset", "holdout"),
-    "test": ("test", "testing", "testset"),
+    "train": "train(?:ing)?|tr",
+    "val": "val(?:id(?:ation)?)?|dev|eval|holdout",
+    "test": "test(?:ing)?",
 }
+_SPLITS = {split: rf"(?:{words})[\W_]?(?:set|data|images)?" for split, words in _WORDS.items()}
+# The splits that a purpose takes, in this order.
 WANTED = {"train": ("train",), "certify": ("val", "test", "train")}
 # Folders that hold all images of a data set, and are no class.
-_CONTAINERS = frozenset(("images", "image", "imgs", "img", "jpegimages", "data", "dataset", "pictures", "photos"))
-_WNID = re.compile(r"n\d{8}")
-_SHOWN = 4
+_CONTAINERS = frozenset(("images", "image", "imgs", "img", "data", "dataset"))
 
 
 @dataclass
 class Files:
-    """Files below a root.
+    """Files below a root, by their paths with slashes.
 
     Attributes:
         spec: what the user called the root.
         opened: opens a file by its path.
-        images: paths of images, as parts.
+        images: paths of images.
         folders: paths of all folders.
         others: how many other files there are, by suffix.
-        archive: whether they are in an archive, of which only the whole can be given.
+        archive: whether they are in an archive.
     """
 
     spec: str
-    opened: Callable[[tuple[str, ...]], BinaryIO]
-    images: list[tuple[str, ...]] = field(default_factory=list)
-    folders: set[tuple[str, ...]] = field(default_factory=set)
+    opened: Callable[[str], BinaryIO]
+    images: list[str] = field(default_factory=list)
+    folders: set[str] = field(default_factory=set)
     others: Counter[str] = field(default_factory=Counter)
     archive: bool = False
 
-    def add(self, parts: tuple[str, ...]) -> None:
-        """Adds a file, unless it is hidden."""
-        if is_hidden(parts):
-            return
-        self.folders |= {parts[:depth] for depth in range(1, len(parts))}
-        suffix = os.path.splitext(parts[-1])[1].lower()
-        if suffix in SUFFIXES:
-            self.images.append(parts)
+    def add(self, path: str, regular: bool = True) -> None:
+        """Adds a file."""
+        suffix = os.path.splitext(path)[1].lower()
+        if not regular:
+            self.others["link or special file"] += 1
+        elif suffix in SUFFIXES:
+            self.images.append(path)
         elif suffix not in _TEXTS:
             self.others[suffix or "no suffix"] += 1
 
-    def below(self, place: tuple[str, ...]) -> Files:
+    def below(self, top: str) -> Files:
         """The files in one of the folders."""
-        depth = len(place)
-
-        def inside(paths: Collection[tuple[str, ...]]) -> list[tuple[str, ...]]:
-            return [parts[depth:] for parts in paths if parts[:depth] == place and len(parts) > depth]
-
-        return replace(
-            self,
-            spec="/".join((self.spec.rstrip("/"), *place)),
-            opened=lambda parts: self.opened((*place, *parts)),
-            images=inside(self.images),
-            folders={*inside(self.folders)},
-        )
+        start = f"{top}/"
+        inside = ([path.removeprefix(start) for path in paths if path.startswith(start)]
+                  for paths in (self.images, self.folders))  # fmt: skip
+        images, folders = inside
+        spec = f"{self.spec.rstrip('/')}/{top}"
+        return Files(spec, lambda path: self.opened(start + path), images, {*folders}, self.others, self.archive)
 
     def tops(self) -> list[str]:
-        """The folders directly below the root."""
-        return sorted({parts[0] for parts in self.folders if len(parts) == 1}, key=natural_key)
+        """The folders directly below the root, in natural order."""
+        return natural([path for path in self.folders if "/" not in path])
+
+    def wrapper(self) -> str | None:
+        """The one folder that all images are in; None where there are several, or images beside it."""
+        tops = self.tops()
+        return tops[0] if len(tops) == 1 and all("/" in path for path in self.images) else None
 
 
-def is_hidden(parts: Sequence[str]) -> bool:
-    """Whether a path is that of hidden files, among them those that macOS leaves in archives."""
-    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+def _is_hidden(name: str) -> bool:
+    """Whether a file is hidden, as are those that macOS leaves in archives."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def in_folder(folder: Path, spec: str) -> Files:
-    """The files of a folder; links are followed."""
-    files = Files(spec, lambda parts: folder.joinpath(*parts).open("rb"))
+    """The files of a folder; links are followed.
 
-    def walk(place: Path, parts: tuple[str, ...], above: tuple[Path, ...]) -> None:
-        parents = (*above, place.resolve())
+    Raises:
+        InputError: a folder cannot be read, or a link leads back to a folder that it is in.
+    """
+    files = Files(spec, lambda path: (folder / path).open("rb"))
+    waiting = [(os.fspath(folder), "")]
+    while waiting:
+        place, start = waiting.pop()
         try:
-            entries = sorted(os.scandir(place), key=lambda entry: entry.name)
-        except OSError as error:
-            raise InputError(f"cannot read {place}: {error.strerror or error}") from error
-        for entry in entries:
-            path, below = Path(entry.path), (*parts, entry.name)
-            if is_hidden((entry.name,)):
-                continue
-            if entry.is_dir():
-                target = path.resolve() if entry.is_symlink() else None
-                if target is not None and any(parent.is_relative_to(target) for parent in parents):
-                    raise InputError(f"{path} is a link to a folder that it is in; remove it")
-                files.folders.add(below)
-                walk(path, below, parents)
-            elif entry.is_file():
-                files.add(below)
-            elif os.path.exists(path):  # reading a pipe would wait for ever
-                raise InputError(f"{path} is neither a file nor a folder; remove it")
-            else:
-                files.others["broken link"] += 1
-
-    walk(folder, (), ())
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if _is_hidden(entry.name):
+                        continue
+                    if entry.is_dir():
+                        files.folders.add(start + entry.name)
+                        waiting.append((entry.path, f"{start}{entry.name}/"))
+                    else:
+                        files.add(start + entry.name, entry.is_file())
+        except OSError as error:  # among them the fortieth link in a path, of one that leads back
+            raise InputError(f"cannot read {place[:300]}: {error.strerror or error}") from error
     return files
 
 
-def whole_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members of an archive, which must end with a block of zeros: tarfile does not miss what is cut off."""
-    yield from archive
-    assert archive.fileobj is not None
-    archive.fileobj.seek(archive.offset)
-    if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-        raise tarfile.ReadError("its end is cut off")
-
-
 def in_tar(path: Path, spec: str) -> Files:
-    """The files of an uncompressed archive, and of archives in it, whose names are folders."""
-    archive = tarfile.open(path, "r:")  # noqa: SIM115  read as long as the data set is in use
-    members: dict[tuple[str, ...], tuple[tarfile.TarFile, tarfile.TarInfo]] = {}
+    """The files of an uncompressed archive.
 
-    def opened(parts: tuple[str, ...]) -> BinaryIO:
-        holder, member = members[parts]
-        file: Any = holder.extractfile(member)
+    Raises:
+        tarfile.TarError: a member is not whole, the archive is cut off, or it is compressed.
+    """
+    archive = tarfile.open(path, "r:")  # noqa: SIM115  read as long as the data set is in use
+    members: dict[str, tarfile.TarInfo] = {}
+
+    def opened(name: str) -> BinaryIO:
+        file: Any = archive.extractfile(members[name])
         return file
 
     files = Files(spec, opened, archive=True)
-
-    def read(holder: tarfile.TarFile, above: tuple[str, ...]) -> None:
-        for member in whole_members(holder):
-            parts = (*above, *(part for part in member.name.split("/") if part not in ("", ".")))
-            if is_hidden(parts) or not parts or ".." in parts:
-                continue
-            if member.isdir():
-                files.folders |= {parts[:depth] for depth in range(1, len(parts) + 1)}
-            elif member.issym():
-                files.others["link"] += 1
-            elif member.isfile() and parts[-1].lower().endswith(".tar"):
-                place = (*parts[:-1], parts[-1][:-4])
-                files.folders.add(place)
-                read(tarfile.open(fileobj=holder.extractfile(member), mode="r:"), place)  # noqa: SIM115
-            elif member.isfile() or member.islnk():
-                members[parts] = (holder, member)
-                files.add(parts)
-
-    read(archive, ())
-    files.images = list(dict.fromkeys(files.images))
+    for member in archive:
+        parts = [part for part in member.name.split("/") if part not in ("", ".")]
+        if not parts or ".." in parts or any(map(_is_hidden, parts)):
+            continue
+        files.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + member.isdir())}
+        if not member.isdir() and (name := "/".join(parts)) not in members:
+            members[name] = member
+            files.add(name, member.isfile() or member.islnk())
+    assert archive.fileobj is not None
+    archive.fileobj.seek(archive.offset)
+    if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile does not miss what is cut off
+        raise tarfile.ReadError("its end is cut off")
     return files
 
 
@@ -181,11 +161,10 @@ class ImageFiles:
 
     Attributes:
         split: the name of the split that was chosen; None where the root is no root of splits.
-        trained: the class folders of its training images, among which those of the split are numbered.
-        classes: how many classes the labels are of; None where there are no labels.
+        classes: how many classes the labels are numbered among; None where they are the model's, or there are none.
         class_names: the names of classes by number, as far as folders give them.
         labels_by: in words, where labels come from; None where there are none.
-        mapped: whether a list gives the labels, so that their number need not be that of the model's classes.
+        targets: the label of each image; None where there are none.
         notes: what was inferred or left out.
     """
 
@@ -195,95 +174,120 @@ class ImageFiles:
         purpose: Purpose,
         split: str | None,
         count: int,
-        classes: ClassList | None,
+        known: Sequence[str],
+        classes: str | os.PathLike[str] | None,
         labels: LabelList | None,
     ):
         self.reader = self
         self.notes: list[str] = []
-        self.root = files.spec
-        self.split, files, self.trained = _split_of(files, purpose, split)
-        files = self._unwrapped(files)
-        self.files = files
-        self.samples = sorted(files.images, key=lambda parts: natural_key("/".join(parts)))
-        self.mapped = False
         self.classes: int | None = None
         self.class_names: dict[int, str] = {}
         self.labels_by: str | None = None
         self.targets: Sequence[int] | None = None
+        self.purpose, self.count, self.known = purpose, count, known
+        self.split, files, self.trained = _split_of(files, purpose, split)
+        self.files = files = self._unwrapped(files)
+        self.samples = natural(files.images)
         if files.others:
             named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(files.others.items()))
-            self.notes.append(f"{files.others.total()} files of other formats are left out: {named}")
-        if not self.samples:
-            return
+            self.notes.append(f"{sum(files.others.values())} files of other formats are left out: {named}")
         if labels is not None:
-            self._label_by_list(labels, classes, count)
-        else:
-            self._label_by_folder(count, classes)
+            self._label_by_list(labels, classes)
+        elif self.samples:
+            self._label_by_folder(classes)
 
     def _unwrapped(self, files: Files) -> Files:
         """Goes into a single folder that holds all images and is no class."""
-        while (inner := _only_folder(files)) is not None:
-            top, flat = files.tops()[0], any(len(parts) == 1 for parts in inner.images)
+        while (top := files.wrapper()) is not None:
+            inner = files.below(top)
             stem = os.path.splitext(os.path.basename(files.spec.rstrip("/")))[0]
-            wrapper = files.archive or top.lower() in _CONTAINERS or top == stem or bool(_split_name(top))
-            if flat or not (wrapper or all(map(_WNID.fullmatch, inner.tops()))):
+            wraps = files.archive or top.lower() in _CONTAINERS or top == stem or are_wordnet_ids(inner.tops())
+            if not wraps or any("/" not in path for path in inner.images):
+                while (deeper := inner.wrapper()) is not None:
+                    inner = inner.below(deeper)
+                if len(inner.tops()) > 1:
+                    self.notes.append(
+                        f"all images lie in one folder, {printable(top)}, which gives no labels; if the folders of "
+                        f"{inner.spec} are the classes, give that"
+                    )
                 break
             files = inner
-        while inner is not None and (deeper := _only_folder(inner)) is not None:
-            inner = deeper
-        if inner is not None and len(inner.tops()) > 1:
-            self.notes.append(
-                f"all images lie in one folder, {files.tops()[0]}, which gives no labels; if the folders of "
-                f"{inner.spec} are the classes, give that"
-            )
         return files
 
-    def _label_by_folder(self, count: int, classes: ClassList | None) -> None:
+    def _label_by_folder(self, classes: str | os.PathLike[str] | None) -> None:
         names = self.files.tops()
-        if {*names} < self.trained:
-            names = sorted(self.trained, key=natural_key)
-        beside = [parts for parts in self.samples if len(parts) == 1]
-        if beside and len(beside) < len(self.samples):
+        beside = sum("/" not in path for path in self.samples)
+        if 0 < beside < len(self.samples):
             raise InputError(f"{self.files.spec} has images both in class folders and beside them; move them apart")
-        if beside or (len(names) == 1 and classes is None):
+        named = (self.known or self.trained) and names[0].lower() not in _CONTAINERS if names else False
+        if beside or (len(names) == 1 and classes is None and not named):
             if classes is not None:
-                raise InputError(f"{self.files.spec} has no class folders, whose names {classes.path} could number")
+                raise InputError(f"{self.files.spec} has no class folders, whose names {classes} could number")
             if not self.notes:
-                what = "no class folders" if beside else f"one folder, {names[0]}"
+                what = "no class folders" if beside else f"one folder, {printable(names[0])}"
                 self.notes.append(f"{what}, and so no labels; --labels FILE gives them")
             return
-        empty = [name for name in names if not any(parts[0] == name for parts in self.samples)]
-        if classes is not None:
-            numbers = classes.numbers([name for name in names if name not in empty], count)
-            self.labels_by, self.mapped = f"folders, numbered by {classes.path}", True
-        elif len(names) != count and (positions := _wnids(names, count)) is not None:
-            numbers = positions
-            self.labels_by, self.mapped = "folders, which are WordNet ids, numbered as in ImageNet-1k", True
-        else:
-            numbers = {name: number for number, name in enumerate(names)}
-            listing = ", ".join(map(shortened, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "")
-            self.labels_by = f"{len(names)} folders in natural order: {printable(listing)}"
-            self.classes = len(names)
-            if names != sorted(names):
-                first = next((a, b) for a, b in zip(names, sorted(names), strict=True) if a != b)
-                self.notes.append(
-                    f"labels number the folders in timm's natural order, where {printable(first[0])} comes before "
-                    f"{printable(first[1])}; torchvision sorts them the other way, and if the model learned that, "
-                    "give a list: --classes FILE"
-                )
-            if empty:
-                self.notes.append(f"{', '.join(map(printable, empty[:_SHOWN]))}: no images, but counted as a class")
-        self.targets = [numbers[parts[0]] for parts in self.samples]
-        self.class_names = {number: printable(name) for name, number in numbers.items()}
+        tops = [path.partition("/")[0] for path in self.samples]
+        numbers = self._numbers(names, {*tops}, classes)
+        self.targets = [numbers[top] for top in tops]
 
-    def _label_by_list(self, labels: LabelList, classes: ClassList | None, count: int) -> None:
-        listed = labels.of(["/".join(parts) for parts in self.samples])
+    def _numbers(self, names: list[str], used: set[str], classes: str | os.PathLike[str] | None) -> dict[str, int]:
+        """The number of each class: by a list, by the names that the model knows, as in training, or in order."""
+        spec, ids = self.files.spec, imagenet_names(self.count)
+        if classes is not None:
+            numbers = read_classes(classes, [name for name in names if name in used], self.count)
+            self.labels_by = f"names, numbered by {classes}"
+        elif self.known and not (self.purpose == "train" and self._strange(names)):
+            numbers = number_by_name([name for name in names if name in used], self.known, spec, "the model's classes")
+            self.labels_by = "names of the model's classes"
+        elif are_wordnet_ids(names) and {*names} <= {*ids} and len(ids) == self.count:
+            numbers = number_by_name(names, ids, spec, "those of ImageNet")
+            self.labels_by = "WordNet ids, numbered as in timm's lists of ImageNet"
+        else:
+            if self.trained:
+                numbers = number_by_name(names, self.trained, spec, "those of the training images (train)")
+                names, empty = (
+                    self.trained,
+                    [self.trained[i] for i in {*range(len(self.trained))} - {*numbers.values()}],
+                )
+            else:
+                numbers = {name: number for number, name in enumerate(names)}
+                empty = [name for name in names if name not in used]
+            self.labels_by, self.classes = f"{len(names)} names in natural order: {listing(names)}", len(names)
+            self._remark(names, empty)
+        self.class_names = {number: printable(name) for name, number in numbers.items()}
+        if self.classes is not None:
+            self.class_names = {number: printable(name) for number, name in enumerate(names)}
+        return numbers
+
+    def _strange(self, names: Sequence[str]) -> bool:
+        """Whether training is for other classes than those that the model knows."""
+        if self.known and not {*names} & {*self.known}:
+            self.notes.append(f"the model's classes were {listing(self.known)}: it is trained for others")
+            return True
+        return False
+
+    def _remark(self, names: list[str], empty: list[str]) -> None:
+        if names != sorted(names):
+            first = next((a, b) for a, b in zip(names, sorted(names), strict=True) if a != b)
+            self.notes.append(
+                f"labels number the names in timm's natural order, where {printable(first[0])} comes before "
+                f"{printable(first[1])}; torchvision sorts them the other way, and if the model learned that, "
+                "give a list: --classes FILE"
+            )
+        if empty:
+            self.notes.append(f"{listing(empty)}: no images, but counted as a class")
+
+    def _label_by_list(self, labels: LabelList, classes: str | os.PathLike[str] | None) -> None:
+        listed = labels.of(self.samples)
         if {*listed} == {"-1"}:
             self.notes.append(f"the labels in {labels.path} are hidden (-1): they are left out")
             return
-        self.targets, self.classes = labels.numbered(listed, classes, count)
-        order = "" if self.classes is None else ", its names in natural order"
-        self.labels_by, self.mapped = f"{labels.path}{order}", self.classes is None
+        if classes is None and (numbers := labels.numbers(listed, self.count)) is not None:
+            self.targets, self.labels_by = numbers, str(labels.path)
+            return
+        named = self._numbers(natural([*{*labels.labels.values()} - {""}]), {*listed}, classes)
+        self.targets, self.labels_by = [named[label] for label in listed], f"{labels.path}, {self.labels_by}"
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -293,106 +297,63 @@ class ImageFiles:
 
     def filename(self, index: int) -> str:
         """Name of an image's file, relative to its split."""
-        return "/".join(self.samples[index])
+        return self.samples[index]
 
 
-def _wnids(names: Sequence[str], count: int) -> dict[str, int] | None:
-    """The numbers of ImageNet-1k of folders that are its WordNet ids, for a model of 1000 classes; None otherwise."""
-    if count != 1000 or not names or not all(map(_WNID.fullmatch, names)):
-        return None
-    positions = {str(wnid): number for number, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
-    return {name: positions[name] for name in names} if {*names} <= positions.keys() else None
+def split_in(folder: str, whole: bool = False) -> str | None:
+    """The split that a folder's name is, or that a word in it means, as in ``seg_train`` or ``val2017``."""
+    name = folder.lower()
+    if whole:
+        return next((split for split, words in _SPLITS.items() if re.fullmatch(words, name)), None)
+    found = [split for split, words in _SPLITS.items() if re.search(rf"(?<![a-z])(?:{words})(?![a-z])", name)]
+    return found[0] if len(found) == 1 else None
 
 
-def _only_folder(files: Files) -> Files | None:
-    """The files in the one folder that all images are in; None where there are several, or images beside them."""
-    tops = files.tops()
-    return files.below((tops[0],)) if len(tops) == 1 and all(len(parts) > 1 for parts in files.images) else None
-
-
-def _split_name(folder: str) -> str | None:
-    """The split that a folder's name means: train, val or test; None for another name."""
-    name = re.sub(r"[\W_]+", "_", folder.lower()).strip("_")
-    bare = re.sub(r"_?(set|data|images|imgs|split|folder)$", "", name)
-    return next((split for split, words in _WORDS.items() if name in words or bare in words), None)
-
-
-def _loosely(folder: str) -> str | None:
-    """The split whose word is a part of the name, as in ``seg_train`` or ``val2017``."""
-    parts = {part for part in re.split(r"[^a-z]+", folder.lower()) if part}
-    splits = [split for split, words in _WORDS.items() if parts & {*words}]
-    return splits[0] if len(splits) == 1 else None
-
-
-def split_in(name: str) -> str | None:
-    """The split that a name is or tells of."""
-    return _split_name(name) or _loosely(name)
-
-
-def splits_of(files: Files) -> dict[str, str]:
+def _splits_of(files: Files) -> dict[str, str]:
     """The folder of each split, where the root is a root of splits; {} otherwise.
 
     It is one if all of its folders with images have names of splits, or if those that have share class names.
     """
-    tops = [name for name in files.tops() if any(parts[0] == name for parts in files.images)]
-    exact = {name: split for name in tops if (split := _split_name(name))}
-    if len(exact) < len(tops):
-        loose = {name: split for name in tops if (split := _loosely(name))}
-        whole = len(loose) == len(tops) > 1 and len({*loose.values()}) == len(tops)
-        if whole and all(_classes(files, name) for name in tops):
-            exact = loose
-    if not exact or any(len(parts) == 1 for parts in files.images):
+    used = {path.partition("/")[0] if "/" in path else "" for path in files.images}
+    tops = [name for name in files.tops() if name in used]
+    inner = {name: {*files.below(name).tops()} for name in tops if split_in(name)}
+    if not inner or "" in used:
         return {}
-    others = [name for name in tops if name not in exact]
-    inner = {name: _classes(files, name) for name in exact}
-    if others:
-        inside = set().union(*inner.values())
-        if inside & {*others}:
-            split = next(iter(exact))
+    if len(inner) < len(tops) or not all(split_in(name, whole=True) or inner[name] for name in tops):
+        inner = {name: classes for name, classes in inner.items() if split_in(name, whole=True)}
+        if any(classes & {*tops} for classes in inner.values()):
+            split = next(iter(inner))
             raise InputError(
                 f"{files.spec} has class folders and a split, {split}, with the same classes; give the folder of one "
-                "split, such as " + f"{files.spec.rstrip('/')}/{split}"
+                f"split, such as {files.spec.rstrip('/')}/{split}"
             )
-        shared = len(exact) > 1 and any(a & b for a in inner.values() for b in inner.values() if a is not b)
-        if not shared:
+        if not any(a & b for a in inner.values() for b in inner.values() if a is not b):
             return {}
     folders: dict[str, str] = {}
-    for name, split in exact.items():
-        if split in folders:
-            raise InputError(
-                f"{files.spec} has two folders for one split, {folders[split]} and {name}; give one of them"
-            )
-        folders[split] = name
+    for name in inner:
+        if (other := folders.setdefault(str(split_in(name)), name)) != name:
+            raise InputError(f"{files.spec} has two folders for one split, {other} and {name}; give one of them")
     return folders
 
 
-def _classes(files: Files, top: str) -> set[str]:
-    return {parts[1] for parts in files.folders if len(parts) == 2 and parts[0] == top}
-
-
-def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files, set[str]]:
+def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files, list[str]]:
     """The chosen split's folder, the files in it, and the classes of the training images.
 
     The purpose decides on the split where the user does not.
     """
     whole = files
-    while (
-        not (folders := splits_of(whole)) and len(whole.tops()) == 1 and all(len(parts) > 1 for parts in whole.images)
-    ):
-        whole = whole.below((whole.tops()[0],))
+    while not (folders := _splits_of(whole)) and (top := whole.wrapper()) is not None:
+        whole = whole.below(top)
     if not folders:
         if split is not None:
             raise InputError(f"{files.spec} has no folders for splits, and {split} is asked for")
-        return None, files, set()
-    have = ", ".join(folders.values())
-    candidates: Sequence[str] = WANTED[purpose]
+        return None, files, []
+    wanted: Sequence[str] = WANTED[purpose]
     if split is not None:
-        named = {folder: key for key, folder in folders.items()}
-        candidates = (named.get(split) or _split_name(split) or split,)
-    chosen = next((folders[one] for one in candidates if one in folders), None)
+        wanted = ({folder: key for key, folder in folders.items()}.get(split) or split_in(split) or split,)
+    chosen = next((folders[one] for one in wanted if one in folders), None)
     if chosen is None:
         lacks = f"no split {split}" if split is not None else "no training images"
-        raise InputError(
-            f"{files.spec} has {lacks}, only {have}; name one: {files.spec}:{next(iter(folders.values()))}"
-        )
-    return chosen, whole.below((chosen,)), _classes(whole, folders["train"]) if "train" in folders else set()
+        have, one = ", ".join(folders.values()), next(iter(folders.values()))
+        raise InputError(f"{files.spec} has {lacks}, only {have}; name one: {files.spec}:{one}")
+    return chosen, whole.below(chosen), whole.below(folders["train"]).tops() if "train" in folders else []

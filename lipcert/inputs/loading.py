@@ -7,7 +7,8 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from typing import Any
 import timm.data
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torchvision.transforms import Normalize
+from torchvision.transforms.v2 import Normalize as Normalize2
 
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
@@ -23,7 +27,7 @@ from lipcert.inputs.artifact import is_artifact, load_artifact
 from lipcert.inputs.checkpoints import ASSETS, path_of
 from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.timm_networks import create_net, is_timm_name, rebuild_recipe, takes_size
-from lipcert.inputs.weights import FOREIGN_SUFFIXES, SUFFIXES, check_finite, load_npz, load_weights, read_checkpoint
+from lipcert.inputs.weights import SUFFIXES, check_finite, load_weights, read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
 BUNDLED = ASSETS / "digits_vit.safetensors"
@@ -105,7 +109,11 @@ def load(
     if type(source).__name__ == "ExportedProgram":
         raise InputError("the model is an exported program; give the module that it was exported from")
     if source is not None and not (isinstance(source, (str, os.PathLike)) and os.fspath(source)):
-        raise InputError(f"a model is a name, a file or a module, got {source!r}; the bundled one is lipcert.load()")
+        weights = "; weights are saved to a file and given with its timm name: lipcert.load(NAME, checkpoint=FILE)"
+        raise InputError(
+            f"a model is a name, a file or a module, got {type(source).__name__}"
+            + (weights if isinstance(source, Mapping) else "; the bundled one is lipcert.load()")
+        )
     name = os.fspath(resolve(source or "bundled"))
     if is_file(name):
         if is_artifact(name):
@@ -161,7 +169,7 @@ def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
 
 def is_file(source: str) -> bool:
     """Whether a model argument means a file: by its suffix, by a folder in its name, or because the file exists."""
-    if Path(source).suffix.lower() in SUFFIXES | FOREIGN_SUFFIXES:
+    if Path(source).suffix.lower() in SUFFIXES:
         return True
     return not is_timm_name(source) and (os.sep in source or os.path.exists(source))
 
@@ -185,10 +193,6 @@ def _from_name(
     if checkpoint is None:
         net = create_net(name, pretrained=pretrained, arguments=arguments)
         return _wrap(net, name, name, pixels, arguments, rebuild_recipe(name, arguments), features)
-    if Path(checkpoint).suffix.lower() == ".npz":
-        net = create_net(name, pretrained=False, arguments=arguments)
-        load_npz(net, checkpoint, name)
-        return _wrap(net, name, str(checkpoint), pixels, arguments, rebuild_recipe(name, arguments), features)
     content = read_checkpoint(checkpoint)
     new_head = new_head and "num_classes" in arguments
     arguments = {**content.arguments, **arguments}
@@ -232,6 +236,14 @@ def _wrap(
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{path} of {label}" if path else label
             raise InputError(f"{what} is TorchScript, which hides its operations; give the module it was made of")
+    for path, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            remedy = "call the module once on images" if is_lazy(tensor) else "load its weights, off the device meta"
+            raise InputError(f"{path} of {label} has no values yet; {remedy} first")
+    for part in net.modules():
+        if getattr(part, "grad_checkpointing", False):  # it changes no value, and hides operations
+            setattr(part, "grad_checkpointing", False)  # noqa: B010
+    net, pixels = _normalised(net, pixels)
     if any(tensor.is_inference() for tensor in (*net.parameters(), *net.buffers())):
         raise InputError(f"{label} was made in torch.inference_mode(), so it has no gradients; make it outside")
     check_finite(net, origin)
@@ -255,6 +267,39 @@ def _wrap(
     if not features:
         _logits(model, label)
     return model
+
+
+class _Normalised(nn.Module):
+    """The arithmetic of torchvision's ``Normalize``, which checks types and values that a certificate has none of."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, layer: Normalize | Normalize2, like: Tensor):
+        super().__init__()
+        self.register_buffer("mean", like.new_tensor(layer.mean).view(-1, 1, 1))
+        self.register_buffer("std", like.new_tensor(layer.std).view(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - self.mean) / self.std
+
+
+def _normalised(net: nn.Module, pixels: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """A network with arithmetic in place of torchvision's ``Normalize`` in an ``nn.Sequential``, and settings.
+
+    Behind a normalisation in front, pixels need no other.
+    """
+    kinds = (Normalize, Normalize2)
+    if type(net) is nn.Sequential and any(isinstance(part, kinds) for part in net):
+        if isinstance(net[0], kinds):
+            pixels = {"mean": (0.0,), "std": (1.0,), **pixels}
+        like, parts = next(net.parameters(), torch.empty(0)).detach(), net.named_children()
+        net = nn.Sequential(OrderedDict((n, _Normalised(p, like) if isinstance(p, kinds) else p) for n, p in parts))
+        net.eval()
+    inner = next((path for path, part in net.named_modules() if isinstance(part, kinds)), None)
+    if inner is not None:
+        raise InputError(f"{inner} is torchvision's Normalize; remove it, and give its numbers as mean= and std=")
+    return net, pixels
 
 
 def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:

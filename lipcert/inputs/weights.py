@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
+import json
 import os
 import pickle
 import re
 import sys
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +19,14 @@ from typing import Any
 import safetensors
 import timm
 import torch
-from timm.models import clean_state_dict, remap_state_dict
+from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from lipcert.errors import LoadError, first_line, shortened
 from lipcert.inputs.preprocessing import INTERPOLATIONS
 from lipcert.model import unusable
 
-SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt", ".npz"})
+SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 
 # The keys under which training scripts store the weights in a checkpoint. Averaged weights come first, as in timm's
 # loader.
@@ -35,29 +35,33 @@ _WRAPPERS = (
     "state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "module", "state",
 )  # fmt: skip
 _NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
+_NAMES = ("model", "model_name", "arch", "architecture", "backbone")
 # Tensors that tools add to a state dict and that no network reads.
-_ADDED = ("total_ops", "total_params")
+_ADDED = ("total_ops", "total_params", "n_averaged")
+# Names that tell that the stored weights are not those of the network, and what to do.
+_DERIVED = (
+    (
+        r"lora_|\.base_layer\.",
+        "holds LoRA adapters; merge them first (peft: merge_and_unload()) and save the state_dict",
+    ),
+    (
+        r"_packed_params|zero_point|absmax|quant_map|(weight|input)_scale|scale_(weight|input)|\.qweight",
+        "holds quantised weights with their scales; give those that they were made of",
+    ),
+)
 # Tensors from which a weight is computed.
 _COMPUTED = re.compile(r"\.parametrizations\.|weight_(g|v|orig|mask)$")
+# Names by which libraries other than timm call a network's tensors.
+_LIBRARIES = (
+    ("transformers", r"(^|\.)encoder\.layers?\.\d+\.|embeddings\.|patch_embeddings"),
+    ("torchvision", r"encoder\.layers\.encoder_layer_"),
+    ("CLIP", r"resblocks\."),
+    ("mmpretrain", r"^backbone\.layers\.\d"),
+)
+_POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What modules that normalise pixels call their mean and their standard deviation.
 _NORMALISERS = {"mean": "std", "_mean": "_std", "new_mean": "new_std", "mu": "sigma"}
-# Kinds of files that are no checkpoints, by their first bytes or their suffix, and what to do.
-_EXPORT = "export the state_dict of the network it was made of"
-_FOREIGN = (
-    (b"version ", ".lfs", "a pointer of Git LFS and not the file itself; run git lfs pull"),
-    (b"<!DOCTYP", ".html", "a web page; download the file itself"),
-    (b"<html", ".htm", "a web page; download the file itself"),
-    (b"\x89HDF", ".h5", f"an HDF5 file of Keras; {_EXPORT}"),
-    (b"GGUF", ".gguf", "a GGUF file of quantised weights; give those of the network it was made of"),
-    (b"", ".onnx", f"an ONNX program and not weights; {_EXPORT}"),
-    (b"", ".keras", f"a Keras model; {_EXPORT}"),
-    (b"", ".tflite", f"a TensorFlow Lite program; {_EXPORT}"),
-    (b"", ".pb", f"a TensorFlow graph; {_EXPORT}"),
-    (b"", ".pt2", f"an exported program and not weights; {_EXPORT}"),
-    (b"", ".msgpack", "a file of Flax; give weights of PyTorch"),
-    (b"", ".pdparams", "a file of Paddle; give weights of PyTorch"),
-)
-FOREIGN_SUFFIXES = frozenset(suffix for _, suffix, _ in _FOREIGN)
+_SAVE = "save the state_dict alone, best as safetensors"
 
 
 @dataclass
@@ -78,8 +82,19 @@ class StoredWeights:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
-    """Reads a checkpoint file."""
+    """Reads a checkpoint, or the parts that an index lists; without ``module.`` and ``_orig_mod.`` prefixes.
+
+    Args:
+        path: a ``.safetensors`` file, a file that ``torch.load(weights_only=True)`` reads, whose objects other than
+            tensors are left out and never made, or an index of several such files, or their folder.
+
+    Raises:
+        LoadError: the file is missing, damaged or not a checkpoint, or it holds Python objects in place of tensors.
+    """
     path = Path(path)
+    index = _index_of(path)
+    if index is not None:
+        return _read_parts(index)
     if os.path.isdir(path):
         raise LoadError(
             f"{path} is a folder; give a checkpoint file, or local-dir:{path} if timm saved the model there; "
@@ -87,44 +102,58 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
         )
     if not os.path.isfile(path):
         raise LoadError(f"there is no file {shortened(str(path))}")
-    with path.open("rb") as file:
-        start = file.read(8)
-    for magic, suffix, what in _FOREIGN:
-        if (magic and start.startswith(magic)) or path.suffix.lower() == suffix:
-            raise LoadError(f"{path} is {what}")
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        keys, metadata = _keys_of(path)
+        if not keys:
+            raise LoadError(f"{path} holds no state dict; expected names and tensors")
+        name = metadata.get("architecture")
+        return StoredWeights(_Lazy(dict.fromkeys(keys, path)), name if _is_architecture(name) else None)
     content = _torch_load(path)
-    entries = content if isinstance(content, Mapping) else {}
-    name = next(
-        (entries[key] for key in ("arch", "architecture", "model_name") if _is_architecture(entries.get(key))), None
-    )
-    arguments, pixels, named = _of_training(entries)
-    return StoredWeights(_tensors(content, path), name or named, arguments, pixels)
+    name, arguments, pixels = _of_training(content if isinstance(content, Mapping) else {})
+    return StoredWeights(_tensors(content, path), name, arguments, pixels)
+
+
+def _index_of(path: Path) -> Path | None:
+    """The index of a checkpoint of several files, where the path is it, their folder, or one of them."""
+    if path.name.endswith(".index.json"):
+        return path
+    part = re.fullmatch(r"(.+)-\d+-of-\d+(\.\w+)", path.name)
+    if part is not None:
+        index = path.with_name(f"{part[1]}{part[2]}.index.json")
+        if not index.is_file():
+            raise LoadError(f"{path} is one of several parts (…-of-…); put them and {index.name} into one folder")
+        return index
+    return next(iter(sorted(path.glob("*.index.json"))), None) if path.is_dir() else None
+
+
+def _read_parts(index: Path) -> StoredWeights:
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        files = {key: index.with_name(os.path.basename(name)) for key, name in places.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise LoadError(f"{index} is no index of the parts of a checkpoint: {first_line(error)}") from error
+    missing = next((file for file in files.values() if not file.is_file()), None)
+    if missing is not None:
+        raise LoadError(f"{index} lists {missing.name}, which is not beside it; download all parts")
+    parts = sorted({*files.values()})
+    if all(part.suffix == ".safetensors" for part in parts):
+        held = {part: {*_keys_of(part)[0]} for part in parts}
+        if any(key not in held[file] for key, file in files.items()):
+            raise LoadError(f"{index} lists tensors that its parts do not hold; download them again")
+        return StoredWeights(_Lazy(files))
+    return StoredWeights({key: value for part in parts for key, value in _tensors(_torch_load(part), part).items()})
 
 
 def _is_architecture(name: Any) -> bool:
     return isinstance(name, str) and timm.is_model(name)
 
 
-def _of_training(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """What timm's ``train.py`` and Lightning record beside the weights: arguments, preprocessing, architecture."""
-    args = content.get("args")
+def _of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
+    """What timm's ``train.py`` and Lightning record beside the weights: architecture, arguments, preprocessing."""
+    args, hyper = content.get("args"), content.get("hyper_parameters")
     options = dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
-    hyper = content.get("hyper_parameters")
     named = {**(hyper if isinstance(hyper, Mapping) else {}), **options}
-    name = next(
-        (
-            named[key]
-            for key in ("model", "model_name", "arch", "architecture", "backbone")
-            if _is_architecture(named.get(key))
-        ),
-        None,
-    )
-    size = options.get("input_size") or options.get("img_size")
-    height_width = [size, size] if isinstance(size, int) else None
-    if size is not None and _numbers(size):
-        height_width = [int(n) for n in size][-2:]
+    name = next((one[key] for one in (content, named) for key in _NAMES if _is_architecture(one.get(key))), None)
     arguments = {key: options[key] for key in ("num_classes", "in_chans") if type(options.get(key)) is int}
     if type(named.get("num_classes")) is int:
         arguments["num_classes"] = named["num_classes"]
@@ -135,13 +164,15 @@ def _of_training(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     pixels: dict[str, Any] = {
         key: [float(x) for x in options[key]] for key in ("mean", "std") if _numbers(options.get(key))
     }
-    if height_width is not None:
-        pixels["size"] = height_width
+    size = options.get("input_size") or options.get("img_size")
+    size = [size, size] if isinstance(size, int) else size
+    if isinstance(size, (list, tuple)) and _numbers(size):
+        pixels["size"] = [int(n) for n in size][-2:]
     if isinstance(options.get("crop_pct"), (int, float)) and not isinstance(options["crop_pct"], bool):
         pixels["crop_pct"] = float(options["crop_pct"])
     if options.get("interpolation") in INTERPOLATIONS:
         pixels["interpolation"] = options["interpolation"]
-    return arguments, pixels, name
+    return name, arguments, pixels
 
 
 def _numbers(value: Any) -> bool:
@@ -158,87 +189,105 @@ def _is_simple(value: Any) -> bool:
 def load_weights(
     net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str, new_head: bool = False
 ) -> dict[str, list[float]]:
-    """Copies a state dict into a network. Names must match exactly, up to a prefix that they share; shapes exactly.
+    """Copies a state dict into a network, by names, up to a prefix that they share; else as timm's own filter says.
 
-    With ``new_head`` a classifier for another number of classes is set to zero, and a warning says so. From zero, the
-    first updates train it alone: a random one, with large gradients, destroys what the other layers have learned
-    (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1).
+    With ``new_head`` a classifier that is missing, or for another number of classes, is set to zero, and a warning says
+    so. From zero, the first updates train it alone: a random one, with large gradients, destroys what the other layers
+    have learned (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1).
 
-    A warning says so where a prefix was stripped that training wrappers do not write by themselves, where timm's own
-    remapping of names was needed, and which tensors are outside the network.
+    A warning says so where timm's filter renamed tensors or resized position embeddings, and which tensors are outside
+    the network.
+
+    Returns:
+        ``mean`` and ``std``, if a normaliser beside the network holds them.
+
+    Raises:
+        LoadError: tensors are missing, unexpected, or of another shape or type; names the first ones.
     """
     tensors = net.state_dict()
-    needed = [key for key in tensors if not key.endswith("num_batches_tracked")]
+    for pattern, problem in _DERIVED:
+        if any(re.search(pattern, key) for key in state if key not in tensors):
+            raise LoadError(f"{file} {problem}")
+    places = _classifiers(net)
+    needed = [key for key in tensors if not key.endswith("num_batches_tracked") and not key.startswith(places)]
     prefix = _prefix(state, needed, file)
-    inside = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
+    found = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
     outside = [key for key in state if not key.startswith(prefix)]
-    extra = [
-        key for key in inside if key not in tensors and key.rpartition(".")[2] not in _ADDED and key != "n_averaged"
-    ]
-    if extra and not prefix and (remapped := _by_timm(net, state)) is not None:
-        renamed, how = remapped
-        warnings.warn(f"{file}: its names are not timm's; {how}", stacklevel=2)
-        state, inside, extra = renamed, {key: key for key in renamed}, [key for key in renamed if key not in tensors]
-    missing = [key for key in (needed if prefix or not extra else tensors) if key not in inside]
-    heads = _other_heads(net, {key: state[inside[key]] for key in tensors if key in inside}) if new_head else {}
-    shapes = [
-        f"{key} is {tuple(state[inside[key]].shape)} in the file and {tuple(value.shape)} in the model"
-        for key, value in tensors.items()
-        if key in inside and key not in heads and state[inside[key]].shape != value.shape
-    ]
+    if not _fits(found, state, tensors):
+        renamed = _by_timm(net, {key: state[place] for key, place in found.items()})
+        if renamed is not None:
+            filtered, how = renamed
+            warnings.warn(f"{file}: {how}", stacklevel=2)
+            pixels_of = {key: state[key] for key in outside}
+            state, found = {**filtered, **pixels_of}, {key: key for key in filtered}
+    extra = [key for key in found if key not in tensors and key.rpartition(".")[2] not in _ADDED]
+    missing = [key for key in tensors if key not in found and not key.endswith("num_batches_tracked")]
+    shapes = {key: (tuple(state[found[key]].shape), tuple(tensors[key].shape)) for key in tensors if key in found}
+    other = {key for key, (stored, own) in shapes.items() if stored != own}
     kinds = [
-        f"{key} holds {state[inside[key]].dtype} and not numbers like the model's {value.dtype}"
-        for key, value in tensors.items()
-        if key in inside and state[inside[key]].is_floating_point() != value.is_floating_point()
+        f"{key} holds {state[found[key]].dtype} and not numbers like the model's {tensors[key].dtype}"
+        for key in shapes
+        if state[found[key]].is_floating_point() != tensors[key].is_floating_point()
+        or (state[found[key]].dtype.itemsize == 1 and tensors[key].is_floating_point())
+    ]
+    heads = {key for key in other if key.startswith(places) and shapes[key][0][1:] == shapes[key][1][1:]}
+    heads |= {key for key in missing if key.startswith(places)}
+    sizes = [
+        f"{key} is {shapes[key][0]} in the file and {shapes[key][1]} in the model" for key in shapes if key in other
     ]
     problems = [
         _listed("tensor missing", "tensors missing", missing),
         _listed("tensor too many", "tensors too many", extra),
-        *shapes[:1],
+        *sizes[:1],
         *kinds[:1],
     ]
     reasons = [problem for problem in problems if problem]
-    if reasons:
+    only_heads = bool(heads) and heads == other | {*missing} and not (extra or kinds)
+    if reasons and not (only_heads and new_head):
         remedy = "give the timm name and arguments it was made with"
-        classes = _other_heads(net, {key: state[inside[key]] for key in tensors if key in inside})
-        if any(_COMPUTED.search(key) for key in extra):
+        library = next((one for one, names in _LIBRARIES if any(re.search(names, key) for key in extra)), None)
+        if only_heads and not missing:
+            remedy = f"give num_classes={shapes[next(iter(heads))][0][0]} (--model-args)"
+        elif only_heads:
+            remedy = (
+                "it is a backbone without a classifier; train one: lipcert finetune with num_classes= (--model-args)"
+            )
+        elif any(_COMPUTED.search(key) for key in extra):
             remedy = "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving"
-        elif shapes and len(shapes) == len(classes) and not (missing or extra or kinds):
-            remedy = f"give num_classes={next(iter(classes.values()))[0]} (--model-args)"
+        elif library is not None:
+            remedy = (
+                f"its names are those of {library}; take the weights that timm has of this network, or load it with "
+                f"{library} and give lipcert.load the module"
+            )
+        elif kinds:
+            remedy = "quantised weights are not read; give those that they were made of"
         raise LoadError(f"{file} does not fit {name}: {'; '.join(reasons)}; {remedy}")
     with torch.no_grad():
         for key, value in tensors.items():  # one by one, so that not all tensors of the file are in memory at once
             if key in heads:
                 value.zero_()
-            elif key in inside:
-                value.copy_(state[inside[key]])
-    for key, (before, after) in heads.items():
+            elif key in found:
+                value.copy_(state[found[key]])
+    for key in sorted(heads):
         if key.endswith("weight"):
+            what = f"is for {shapes[key][0][0]} classes" if key in shapes else "is missing"
             warnings.warn(
-                f"{file}: {key} is for {before} classes, and the model has {after}: it starts at zero", stacklevel=2
+                f"{file}: {key} {what}, and the model has {len(tensors[key])}: it starts at zero", stacklevel=2
             )
-    pixels, used = _normaliser(state, outside)
-    unread = [key for key in outside if key not in used and key != "n_averaged"]
-    if unread:
-        warnings.warn(
-            f"{file}: {_listed('tensor', 'tensors', unread)} outside {prefix or 'the network'} left out", stacklevel=2
-        )
-    if pixels:
-        numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
-        warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=2)
-    return pixels
+    return _normaliser(state, outside, prefix, file)
 
 
-def _other_heads(net: nn.Module, state: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """The tensors of the network's classifier that differ in the number of classes alone: that of the file, and its."""
+def _classifiers(net: nn.Module) -> tuple[str, ...]:
+    """Where the names of the network's classifiers begin."""
     named = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
-    places = tuple(f"{place}." for place in ([named] if isinstance(named, str) else named))
-    return {
-        key: (len(state[key]), len(value))
-        for key, value in net.state_dict().items()
-        if key.startswith(places) and key in state and state[key].shape != value.shape
-        if state[key].shape[1:] == value.shape[1:]
-    }
+    return tuple(f"{place}." for place in ([named] if isinstance(named, str) else named))
+
+
+def _fits(found: Mapping[str, str], state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether all tensors have names of the network, and positions their size."""
+    known = all(key in tensors or key.rpartition(".")[2] in _ADDED for key in found)
+    positions = [key for key in tensors if key in found and any(word in key for word in _POSITIONS)]
+    return known and all(state[found[key]].shape == tensors[key].shape for key in positions)
 
 
 def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathLike[str]) -> str:
@@ -258,94 +307,90 @@ def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathL
 
 
 def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str] | None:
-    """The state dict under timm's names, and how it was found; None where timm finds none either.
+    """The state dict as timm's filter of the architecture gives it, and what that did; None where it finds no names.
 
-    Only names may change: the file's numbers are those of the network, none is left over, resized or made up.
+    The numbers are those of the file: none are made up, and position embeddings alone are resized.
     """
-    tensors, stored = net.state_dict(), dict(state)
-    numbers = sorted(value.numel() for value in stored.values())
     rename = getattr(sys.modules.get(type(net).__module__), "checkpoint_filter_fn", None)
-    if rename is not None:
-        with contextlib.suppress(Exception):  # of another kind of checkpoint
-            renamed = rename(dict(stored), net)
-            if renamed.keys() <= tensors.keys() and sorted(value.numel() for value in renamed.values()) == numbers:
-                return renamed, f"{rename.__module__.rpartition('.')[2]} of timm knows them"
-    kinds = [name.rpartition(".")[2] for name in tensors] == [name.rpartition(".")[2] for name in stored]
-    if kinds and [value.shape for value in tensors.values()] == [value.shape for value in stored.values()]:
-        with contextlib.suppress(AssertionError):
-            return remap_state_dict(
-                stored, net, allow_reshape=False
-            ), "they were matched in order, as timm's remapping does"
-    return None
+    if rename is None:
+        return None
+    try:
+        renamed = rename(dict(state), net)
+        turned = rename(dict(reversed([*state.items()])), net)  # some filters go by the order, which may be another
+    except Exception:  # of another kind of checkpoint
+        return None
+    if renamed.keys() != turned.keys() or not renamed or not renamed.keys() <= net.state_dict().keys():
+        return None
+    if not all(torch.equal(value, turned[key]) for key, value in renamed.items()):
+        return None
+
+    def numbers(tensors: Mapping[str, Tensor], positions: bool) -> Counter[int]:
+        named = ((any(word in key for word in _POSITIONS), value) for key, value in tensors.items())
+        return Counter(value.numel() for is_position, value in named if is_position == positions)
+
+    if numbers(renamed, False) - numbers(state, False):
+        return None
+    did = [] if renamed.keys() <= state.keys() else ["its names are not timm's, and timm's filter knows them"]
+    if numbers(renamed, True) != numbers(state, True):
+        did.append("timm's filter resized its position embeddings to the model's size of images")
+    if len(renamed) < len(state):
+        did.append(f"{len(state) - len(renamed)} tensors are left out")
+    return renamed, "; ".join(did)
 
 
-def _normaliser(state: Mapping[str, Tensor], outside: Sequence[str]) -> tuple[dict[str, list[float]], list[str]]:
-    """Mean and standard deviation of a module that normalises pixels, and their names."""
+def _normaliser(
+    state: Mapping[str, Tensor], outside: Sequence[str], prefix: str, file: str | os.PathLike[str]
+) -> dict[str, list[float]]:
+    """Mean and standard deviation of a module that normalises pixels; says which tensors outside are left out."""
+    pixels: dict[str, list[float]] = {}
+    used: list[str] = []
     for key in outside:
         place, dot, last = key.rpartition(".")
-        partner = _NORMALISERS.get(last)
-        if partner is not None and (other := f"{place}{dot}{partner}") in outside:
-            mean, std = state[key].flatten(), state[other].flatten()
-            if mean.numel() == std.numel() in (1, 3):
-                return {"mean": mean.tolist(), "std": std.tolist()}, [key, other]
-    return {}, []
-
-
-def load_npz(net: nn.Module, file: str | os.PathLike[str], name: str) -> None:
-    """Loads weights that JAX's ``vision_transformer`` and its relatives wrote, through timm."""
-    load = getattr(net, "load_pretrained", None)
-    if load is None:
-        raise LoadError(f"{file} is an archive of NumPy, which timm does not load for {name}; give weights of PyTorch")
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.fill_(math.nan)
-    try:
-        load(os.fspath(file))
-    except Exception as error:
-        raise LoadError(
-            f"{file} does not fit {name}: {first_line(error)}; give the timm name it was made for"
-        ) from error
-    unset = [key for key, parameter in net.named_parameters() if bool(parameter.isnan().any())]
-    if unset:
-        raise LoadError(f"{file} does not fit {name}: {_listed('tensor missing', 'tensors missing', unset)}")
+        other = f"{place}{dot}{_NORMALISERS.get(last)}"
+        if other in outside and state[key].numel() == state[other].numel() in (1, 3):
+            pixels = {"mean": state[key].flatten().tolist(), "std": state[other].flatten().tolist()}
+            used = [key, other]
+            numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
+            warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=3)
+            break
+    unread = [key for key in outside if key not in used and key.rpartition(".")[2] not in _ADDED]
+    if unread:
+        warnings.warn(f"{file}: {_listed('tensor', 'tensors', unread)} outside {prefix} left out", stacklevel=3)
+    return pixels
 
 
 def check_finite(net: nn.Module, origin: str) -> None:
-    """Refuses weights that hold NaN or infinity."""
+    """Refuses weights that hold NaN or infinity; names the first tensor."""
     problem = unusable(net)
     if problem is not None:
         raise LoadError(f"{origin}: {problem}; a model with such weights cannot be certified")
 
 
-def _read_safetensors(path: Path) -> StoredWeights:
+def _keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
+    """The names and the metadata of a safetensors file."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            metadata, keys = file.metadata() or {}, list(file.keys())
+            return list(file.keys()), file.metadata() or {}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         reason = first_line(error)
         raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; download it again") from error
-    if not keys:
-        raise LoadError(f"{path} holds no state dict; expected names and tensors")
-    name = metadata.get("architecture")
-    return StoredWeights(_Lazy(path, keys), name if name and timm.is_model(name) else None)
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """The tensors of a safetensors file. Each is read, and its memory mapped, only while it is in use."""
+    """The tensors of safetensors files. Each is read, and its memory mapped, only while it is in use."""
 
-    def __init__(self, path: Path, keys: list[str]):
-        self.path = path
-        stored = clean_state_dict({key: key for key in keys})
-        self.stored = dict(stored)
+    def __init__(self, files: Mapping[str, Path]):
+        self.stored = clean_state_dict({key: (key, path) for key, path in files.items()})
 
     def __getitem__(self, key: str) -> Tensor:
-        stored = self.stored[key]
+        stored, path = self.stored[key]
         try:
-            with safetensors.safe_open(self.path, framework="pt") as file:
-                return file.get_tensor(stored)
+            with safetensors.safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(stored)
+                return tensor
         except (safetensors.SafetensorError, OSError, ValueError, AttributeError) as error:  # types that torch lacks
             reason = f"{shortened(key)} cannot be read ({first_line(error)})"
-            raise LoadError(f"{self.path} is damaged, or changed while it was read: {reason}; get it again") from error
+            raise LoadError(f"{path} is damaged, or changed while it was read: {reason}; get it again") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -354,8 +399,17 @@ class _Lazy(Mapping[str, Tensor]):
         return len(self.stored)
 
 
-class _Omitted(list[Any]):
-    """Stands for an object that is left out; making one, or a list of that type, runs nothing of the file."""
+class _Blank(type):
+    """Its classes are equal to dict, so that torch sets the items of their objects."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is dict or other is cls
+
+    __hash__ = type.__hash__
+
+
+class _Omitted(list[Any], metaclass=_Blank):
+    """Stands for an object that is left out; making one, or a list or mapping of its type, runs nothing of the file."""
 
     def __new__(cls, *args: Any) -> _Omitted:
         return list.__new__(cls)
@@ -364,6 +418,9 @@ class _Omitted(list[Any]):
         pass
 
     def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
         pass
 
 
@@ -380,14 +437,13 @@ def _torch_load(path: Path) -> Any:
         try:
             return _tensors_of(path, archive, _HARMLESS)
         except pickle.UnpicklingError:
-            listed = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-            if not archive or listed is None:
+            if not archive:
                 raise
-            return _tensors_of(path, archive, (*_HARMLESS, *listed(path)))
+            listed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            return _tensors_of(path, archive, (*_HARMLESS, *listed))
     except pickle.UnpicklingError as error:
         raise LoadError(
-            f"{path} is not a PyTorch checkpoint, or holds Python objects besides tensors, which are never run; "
-            "save the state_dict alone, best as safetensors"
+            f"{path} is not a PyTorch checkpoint, or holds Python objects besides tensors, which are never run; {_SAVE}"
         ) from error
     except LoadError:
         raise
@@ -399,25 +455,22 @@ def _torch_load(path: Path) -> Any:
 def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
     """The content of a file, with :class:`_Omitted` in place of objects of these names."""
     # timm's training script stores its options as an argparse.Namespace, which holds plain values only.
-    if hasattr(torch.serialization, "safe_globals"):
-        stand_ins: list[Any] = [argparse.Namespace, *((_Omitted, name) for name in dict.fromkeys(omitted))]
-        allowed: contextlib.AbstractContextManager[Any] = torch.serialization.safe_globals(stand_ins)
-    else:
-        allowed = contextlib.nullcontext()
-    with allowed, warnings.catch_warnings():
+    stand_ins: list[Any] = [argparse.Namespace, *((_Omitted, name) for name in dict.fromkeys(omitted))]
+    with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ignore warnings about pickle protocols; unreadable files raise
         # A mapped file is read when a tensor is used. Only torch's newer format, a zip archive, can be mapped.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
 
 
 def _check_archive(path: Path) -> None:
-    """Checks of a mapped file that torch omits."""
+    """Checks of a mapped file that torch omits: another kind of archive, a compressed one, a wrong checksum."""
     with zipfile.ZipFile(path) as archive:
         names = [name.partition("/")[2] for name in archive.namelist()]
-        if "constants.pkl" in names or any(name.startswith("code/") for name in names):
-            raise LoadError(f"{path} is TorchScript, a program and not weights; {_EXPORT}")
-        if any(name.endswith(".npy") for name in archive.namelist()):
-            raise LoadError(f"{path} is an archive of NumPy; name it .npz, which timm loads for some architectures")
+        if "data.pkl" not in names or "constants.pkl" in names or any(name.startswith("code/") for name in names):
+            raise LoadError(
+                f"{path} is an archive of another kind, such as TorchScript or NumPy's, and no state_dict; export that "
+                "of the network it was made of"
+            )
         if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
             raise ValueError("it is an archive that is larger inside than outside, which torch does not write")
         damaged = archive.testzip()
@@ -434,32 +487,19 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         if wrapper is None:
             break
         state = state[wrapper]
-    if isinstance(state, Mapping):
-        weights = {key: value for key, value in state.items() if isinstance(key, str) and key != "_metadata"}
-        if any("_packed_params" in key for key in weights) or any(
-            isinstance(value, Tensor) and value.is_quantized for value in weights.values()
-        ):
-            raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")
-        if weights and all(_is_plain(value) for value in weights.values()):
-            return clean_state_dict(weights)
-        odd = next((key for key, value in weights.items() if isinstance(value, Tensor) and not _is_plain(value)), None)
-        if odd is not None:
-            raise LoadError(f"{path}: {shortened(odd)} is no dense tensor of real numbers; store it as one")
-    if isinstance(content, _Omitted):
-        raise LoadError(f"{path} is a whole module saved as an object, which is never run; save its state_dict()")
-    if isinstance(state, _Omitted) or (
-        isinstance(state, Mapping) and any(isinstance(v, _Omitted) for v in state.values())
-    ):
-        raise LoadError(
-            f"{path} holds no state dict but Python objects, which are never run; save the state_dict alone, best as "
-            "safetensors"
-        )
+    entries = state if isinstance(state, Mapping) else {}
+    weights = {key: value for key, value in entries.items() if isinstance(key, str) and key != "_metadata"}
+    if weights and all(_is_plain(value) for value in weights.values()):
+        return clean_state_dict(weights)
+    if any("_packed_params" in key or getattr(value, "is_quantized", False) for key, value in weights.items()):
+        raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")
+    odd = next((key for key, value in weights.items() if isinstance(value, Tensor) and not _is_plain(value)), None)
+    if odd is not None:
+        raise LoadError(f"{path}: {shortened(odd)} is no dense tensor of real numbers; store it as one")
+    if any(isinstance(value, _Omitted) for value in (content, state, *entries.values())):
+        raise LoadError(f"{path} holds a module or other Python objects, which are never run; {_SAVE}")
+    only = f", only {', '.join(shortened(str(key)) for key in [*entries][:4])}" if entries else ""
     listing = ", ".join(_WRAPPERS[:9])
-    only = (
-        f", only {', '.join(shortened(str(key)) for key in [*state][:4])}"
-        if isinstance(state, Mapping) and state
-        else ""
-    )
     raise LoadError(f"{path} holds no state dict{only}; expected names and tensors, alone or under one of {listing}, …")
 
 

@@ -68,9 +68,7 @@ def _hub_data(run: Run) -> list[str]:
     """Hub names of the data sets used for surgery, training and certification."""
     steps = [step.get("data") for step in run.summary["model"]["recipe"]]
     specs = [str(spec).partition(":")[0] for spec in (*steps, run.summary.get("data", {}).get("spec"))]
-    ids = (
-        _HUB_IDS.get(spec) or (spec.partition("/")[2] if spec.startswith(("hfds/", "hfids/")) else "") for spec in specs
-    )
+    ids = (_HUB_IDS.get(spec) or (spec.partition("/")[2] if spec.startswith("hfds/") else "") for spec in specs)
     return list(dict.fromkeys(filter(None, ids)))
 
 

@@ -242,8 +242,12 @@ def _down(radius: float) -> str:
 
 
 def _tensor(images: Tensor | np.ndarray) -> Tensor:
-    pixels = torch.as_tensor(images)
-    return pixels.clone() if pixels.is_inference() else pixels
+    if isinstance(images, np.ndarray):  # torch takes neither negative strides nor another byte order
+        try:
+            images = torch.from_numpy(np.array(images, dtype=images.dtype.newbyteorder("="), order="C"))
+        except TypeError as error:
+            raise InputError(f"images are an array of {images.dtype}, which is no type of numbers of torch") from error
+    return images.clone() if images.is_inference() else images
 
 
 def _classes(labels: Any) -> Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipcert.errors import InputError
-from lipcert.inputs.lists import printable
+from lipcert.inputs.classes import printable
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same, same_logits
 from lipcert.results._statistics import Tally

@@ -56,7 +56,7 @@ class Remaining:
     """The remaining images of a data set for one of several processes.
 
     Attributes:
-        length: number of rows still to compute; None for a stream of unknown length.
+        length: number of rows still to compute.
     """
 
     def __init__(
@@ -70,16 +70,9 @@ class Remaining:
         self.certifier = certifier
         self.images = images
         self.done = frozenset(done)
-        self.part = part
-        self.parts = parts
-        self.length: int | None = None
-        self.blocks: list[Sequence[int]] | None = None
-        if images.order is not None:
-            mine = blocks_of(images.order, certifier.together)[part::parts]
-            self.blocks = [block for block in mine if not self.done.issuperset(block)]
-            self.length = sum(index not in self.done for block in self.blocks for index in block)
-        elif images.length is not None:
-            self.length = max(0, images.length - len(self.done)) // parts
+        mine = blocks_of(images.order, certifier.together)[part::parts]
+        self.blocks = [block for block in mine if not self.done.issuperset(block)]
+        self.length = sum(index not in self.done for block in self.blocks for index in block)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Certifies block after block and yields the rows of images that had none."""
@@ -95,14 +88,9 @@ class Remaining:
                     yield row
 
     def _blocks(self) -> Iterator[Batch]:
-        if self.blocks is not None:
-            # Only whole blocks remain, so these batches are exactly those blocks.
-            remaining = frozenset(index for block in self.blocks for index in block)
-            yield from self.images.batches([len(block) for block in self.blocks], only=remaining)
-            return
-        for number, batch in enumerate(self.images.batches(_sizes(self.images.length, self.certifier.together))):
-            if number % self.parts == self.part and not self.done.issuperset(batch.indices):
-                yield batch
+        # Only whole blocks remain, so these batches are exactly those blocks.
+        remaining = frozenset(index for block in self.blocks for index in block)
+        yield from self.images.batches([len(block) for block in self.blocks], only=remaining)
 
 
 def certify_in_memory(certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None) -> Tally:

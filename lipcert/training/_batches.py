@@ -29,7 +29,7 @@ _CACHED_BYTES = 2**30
 class Batches:
     """All images of a data set once per iteration.
 
-    A data set with random access is shuffled for every iteration; a stream keeps its order. With torch.distributed
+    They are shuffled for every iteration. With torch.distributed
     initialised, each process gets its share of every batch. One number from torch's random generator determines the
     order and all crops, so the images do not depend on the number of processes.
 
@@ -59,7 +59,7 @@ class Batches:
         self.augmentation = chosen.transform(model)
         self.most = {"shift": min(model.input_size[1:]) // 8, "flip": 0}.get(chosen.crop)
         self.cache: dict[int, tuple[Tensor, int]] = {}
-        self.caches = images.order is not None and len(images.order) * prod(model.input_size) <= _CACHED_BYTES
+        self.caches = len(images) * prod(model.input_size) <= _CACHED_BYTES
 
     def __len__(self) -> int:
         return -(-len(self.images) // self.size)
@@ -79,11 +79,6 @@ class Batches:
 
     def _plain(self, seed: int, part: slice) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
         """For each batch its number of images, and for a part of it the positions, images and labels."""
-        if self.images.order is None:
-            for batch in self.images.batches(self.size):
-                assert batch.labels is not None
-                yield len(batch), list(batch.indices[part]), batch.images[part], batch.labels[part]
-            return
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
         for positions in order.split(self.size):
             places = positions[part].tolist()
@@ -123,6 +118,7 @@ class Mixed:
             raise InputError(f"{other.images.spec} has no images to mix in")
         self.main = main
         self.other = other
+        self.images = main.images
 
     def __len__(self) -> int:
         return len(self.main)

@@ -27,6 +27,7 @@ from lipcert.denoisers import Denoised
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import check_rebuilds, weights_hash
 from lipcert.inputs.batches import batches
+from lipcert.inputs.classes import names_of
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model, check_eps, checked, outside_inference_mode
@@ -165,6 +166,7 @@ def finetune(
     asked = settings_for(model, recipe, {"eps": eps, **settings})
     teacher = None if teacher is None else checked(teacher).eval()
     check_trainable(model, asked, teacher)
+    model.class_names = names_of(loader, number_of_classes(model)) or model.class_names
     if model.presumed and model.source:
         try:
             check_rebuilds(model)

@@ -1,0 +1,263 @@
+"""Numbers of classes: by the names that a model knows, by a list, or by the order of folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from timm.data import ImageNetInfo, infer_imagenet_subset
+from timm.utils.misc import natural_key
+
+from lipcert.errors import InputError, shortened
+
+_FILE_COLUMNS = ("filename", "file_name", "file", "path", "image", "image_id", "img", "id", "name")
+_LABEL_COLUMNS = ("label", "labels", "class_id", "class", "target", "category")
+_SHOWN = 4
+_WNID = re.compile(r"n\d{8}")
+
+
+def printable(name: str) -> str:
+    """A file's name as text that every output can hold; bytes that are no UTF-8 are written as ``\\xe9``."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first few names."""
+    return ", ".join(printable(shortened(name)) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+
+
+def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whose: str) -> dict[str, int]:
+    """The number of each name among the classes; composed and decomposed accents are the same name.
+
+    Args:
+        names: names of a data set's classes.
+        classes: the classes by number.
+        spec: the data set.
+        whose: whose classes they are, for the message.
+
+    Raises:
+        InputError: names that are none of the classes, or two names for one class; says which.
+    """
+    known = {unicodedata.normalize("NFC", printable(name)): number for number, name in enumerate(classes)}
+    found = {name: known.get(unicodedata.normalize("NFC", printable(name))) for name in names}
+    unknown = [name for name, number in found.items() if number is None]
+    if unknown:
+        raise InputError(
+            f"{spec} has classes that are none of {whose}: {listing(unknown)}; those are {listing(classes)}; rename "
+            "them, or number them with --classes FILE"
+        )
+    numbers = {name: number for name, number in found.items() if number is not None}
+    twice = [name for name, number in numbers.items() if Counter(numbers.values())[number] > 1]
+    if twice:
+        raise InputError(f"{spec} has two folders for one class: {listing(twice)}; merge them")
+    return numbers
+
+
+def names_of(loader: object, count: int) -> tuple[str, ...]:
+    """The names of the classes that a loader of training images goes by; () where it has none."""
+    images = getattr(loader, "images", None) or getattr(loader, "dataset", None)
+    numbered = getattr(images, "class_names", None) or dict(enumerate(getattr(images, "classes", None) or ()))
+    return tuple(str(numbered[i]) for i in range(count)) if {*numbered} == {*range(count)} else ()
+
+
+def imagenet_names(count: int) -> Sequence[str]:
+    """The WordNet ids of timm's classes by number, where a model has as many as one of the sets of ImageNet."""
+    subset = infer_imagenet_subset({"num_classes": count})
+    return () if subset is None else [str(name) for name in ImageNetInfo(subset).label_names()]
+
+
+def are_wordnet_ids(names: Sequence[str]) -> bool:
+    """Whether all names are WordNet ids, such as n01440764."""
+    return bool(names) and all(_WNID.fullmatch(name) for name in names)
+
+
+def natural(names: Sequence[str]) -> list[str]:
+    """Names in timm's order, in which 2 comes before 10."""
+    return sorted(names, key=lambda name: (natural_key(name), name))
+
+
+def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int) -> dict[str, int]:
+    """The numbers of some classes by a list: a name a line in their order, as timm's class maps, or JSON.
+
+    Raises:
+        InputError: the list cannot be read, lacks a name, or is of another number of classes.
+    """
+    text = _text(Path(path))
+    if Path(path).suffix.lower() == ".json":
+        numbers = _of_json(text, path)
+    else:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if are_wordnet_ids([line.split()[0] for line in lines]):  # with what they mean after them
+            lines = [line.split()[0] for line in lines]
+        numbers = {name: number for number, name in enumerate(lines)}
+        if len(numbers) != count or len(lines) != count:
+            raise InputError(f"{path} names {len(lines)} classes, a line each, and the model has {count}")
+    numbers = {unicodedata.normalize("NFC", name): number for name, number in numbers.items()}
+    missing = [name for name in names if unicodedata.normalize("NFC", name) not in numbers]
+    if missing:
+        raise InputError(f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes)")
+    found = {name: numbers[unicodedata.normalize("NFC", name)] for name in names}
+    beyond = next((name for name, number in found.items() if not 0 <= number < count), None)
+    if beyond is not None:
+        raise InputError(
+            f"{path} gives {shortened(beyond)} the number {found[beyond]}, and the classes are 0 to {count - 1}"
+        )
+    return found
+
+
+def _of_json(text: str, path: str | os.PathLike[str]) -> dict[str, int]:
+    """Names and numbers of a JSON list, or of an object in either direction, as the ``id2label`` of a hub's model."""
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict) and isinstance(content.get("id2label"), dict):
+            content = content["id2label"]
+        if isinstance(content, list):
+            return {str(name): number for number, name in enumerate(content)}
+        if all(type(value) is int for value in content.values()):
+            return dict(content)
+        return {str(value[0] if isinstance(value, list) else value): int(key) for key, value in content.items()}
+    except (AttributeError, IndexError, ValueError) as error:
+        raise InputError(
+            f"{path} is no list of classes; it takes a list of names, names with their numbers, or numbers with names"
+        ) from error
+
+
+class LabelList:
+    """The label of each file, as text: CSV with a column of file names and one of labels, or these two without a head.
+
+    Args:
+        path: the file.
+
+    Raises:
+        InputError: it cannot be read, or has no such columns, or two labels for one file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        text = _text(self.path)
+        sign = next((sign for sign in "\t;," if sign in text), " ")
+        rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=sign) if any(row)]
+        head = [cell.lower() for cell in rows[0]] if rows else []
+        file = next((head.index(name) for name in _FILE_COLUMNS if name in head), None)
+        label = next((head.index(name) for name in _LABEL_COLUMNS if name in head), None)
+        if file is not None and label is not None:
+            rows = rows[1:]
+        elif rows and all(len(row) == 2 and os.path.splitext(row[0])[1] for row in rows):
+            file, label = 0, 1
+        else:
+            raise InputError(
+                f"{path} needs a column with file names, such as filename, and one with labels, such as label"
+            )
+        self.labels: dict[str, str] = {}
+        for row in rows:
+            if len(row) <= max(file, label):
+                raise InputError(f"{path} has a line with {len(row)} columns: {shortened(','.join(row))}")
+            name = row[file].replace("\\", "/").removeprefix("./")
+            if self.labels.setdefault(name, row[label]) != row[label]:
+                raise InputError(f"{path} has two labels for {shortened(name)}")
+        self.keys = {name: name for name in self.labels}
+        for shorter in (_stem, os.path.basename):
+            shortened_keys = Counter(shorter(name) for name in self.keys)
+            self.keys |= {
+                shorter(name): key
+                for name, key in [*self.keys.items()]
+                if shortened_keys[shorter(name)] == 1 and shorter(name) not in self.keys
+            }
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """The labels of files, by the path below the folder or by the name alone, with or without its suffix.
+
+        Raises:
+            InputError: a file has none, or shares one with another file.
+        """
+        keys: dict[str, str] = {}
+        missing = []
+        for name in names:
+            base = os.path.basename(name)
+            tries = (name, os.path.splitext(name)[0], base, os.path.splitext(base)[0])
+            key = next((self.keys[one] for one in tries if one in self.keys), None)
+            if key is None or not self.labels[key]:
+                missing.append(name)
+            elif keys.setdefault(key, name) != name:
+                files = f"{shortened(keys[key])} and {shortened(name)}"
+                raise InputError(f"{self.path} has one label, of {shortened(key)}, for {files}; give it their paths")
+        if missing:
+            one = printable(missing[0])
+            raise InputError(f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}")
+        return [self.labels[key] for key in keys]
+
+    def numbers(self, labels: Sequence[str], count: int) -> list[int] | None:
+        """The class numbers of labels that are numbers; None for names.
+
+        Raises:
+            InputError: numbers and names, or a number that is none of the model's classes.
+        """
+        numbers = [int(float(label)) for label in labels if re.fullmatch(r"-?\d+(\.0*)?", label)]
+        if not numbers:
+            if any(re.fullmatch(r"-?\d*\.\d+", label) for label in labels):
+                raise InputError(f"{self.path} has the label {labels[0]}, which is no class")
+            return None
+        if len(numbers) < len(labels):
+            other = next(label for label in labels if not re.fullmatch(r"-?\d+(\.0*)?", label))
+            raise InputError(
+                f"{self.path} has numbers and other labels, such as {numbers[0]} and {shortened(other)}; give numbers "
+                "alone, or names alone"
+            )
+        if min(numbers) == 1 and max(numbers) == count:
+            raise InputError(f"{self.path} counts the {count} classes from 1, and labels count from 0; subtract 1")
+        beyond = next((number for number in numbers if not 0 <= number < count), None)
+        if beyond is not None:
+            raise InputError(f"{self.path} has the label {beyond}, and the model has the classes 0 to {count - 1}")
+        return numbers
+
+
+def _stem(name: str) -> str:
+    return os.path.splitext(name)[0]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        raise InputError(f"cannot read {path}: {reason}") from error
+
+
+def other_order(pairs: Sequence[tuple[int, int]], names: Mapping[int, str]) -> str | None:
+    """One line if predictions agree far better with the labels under another order of the classes; else None.
+
+    Classes are assigned on the confusion matrix of one half of the images, largest entries first, and judged on the
+    other half, so that chance does not count: random predictions gain nothing. It takes two classes that gain.
+
+    Args:
+        pairs: (label, prediction) of each image.
+        names: names of the classes by number.
+    """
+    gains: Counter[int] = Counter()
+    example = None
+    for half in (0, 1):
+        counts = Counter(pairs[half::2])
+        assigned: dict[int, int] = {}
+        for (label, predicted), count in counts.most_common():
+            if count > 1 and label not in assigned and predicted not in assigned.values():
+                assigned[label] = predicted
+        for label, predicted in pairs[1 - half :: 2]:
+            gains[label] += (assigned.get(label, label) == predicted) - (label == predicted)
+        example = min(((a, b) for a, b in assigned.items() if a != b), default=example)
+    gained = sum(gains.values())
+    if example is None or sum(gain > 0 for gain in gains.values()) < 2:
+        return None
+    if gained <= max(len(pairs) / 10, 3 * len(pairs) ** 0.5):
+        return None
+    right = sum(a == b for a, b in pairs)
+    first, second = (printable(names.get(number, str(number))) for number in example)
+    return (
+        f"predictions agree with {right} of {len(pairs)} labels, and with about {right + gained} in another order of "
+        f"the classes, where {first} is {second}: if the model was trained with it, give that: --classes FILE"
+    )
