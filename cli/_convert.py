@@ -1,7 +1,6 @@
 """``lipcert convert``: surgery on a model, written to an artifact."""
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,7 +22,7 @@ from ._print import busy, print_facts, print_json, progress, say, start, upper
 if TYPE_CHECKING:
     from lipcert.bounds import Bound
     from lipcert.model import Model
-    from lipcert.surgery import Adaptation, ConversionReport
+    from lipcert.surgery import ConversionReport
 
 IMAGES = 64
 _CHOICES = {
@@ -58,7 +57,7 @@ def convert(
     data: Annotated[
         str | None,
         typer.Option(
-            help=f"Fit the new attention on the first {IMAGES} of these images; kinds as for certify --data.",
+            help=f"Calibrate on the first {IMAGES} of these images; kinds as for certify --data.",
             show_default=False,
         ),
     ] = None,
@@ -67,7 +66,7 @@ def convert(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replace modules by Lipschitz ones and write an artifact; with --data, fit the new attention to the old one."""
+    """Replace modules by Lipschitz ones and write an artifact; --data gives images for the weights of the new ones."""
     choices: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
     for name, value in choices.items():
         one_of(name, value, _CHOICES[name])
@@ -91,12 +90,8 @@ def convert(
         origin = {"data": data}
 
     before = _bound(loaded, "bounding the network before")
-    if attention == "l2" and images is not None and len(images) > 1:
-        with progress("adapting attention") as update:
-            convert_model(loaded, **choices, images=images, origin=origin, adaptation=True, progress=update)
-    else:
-        with busy("replacing modules"):
-            convert_model(loaded, **choices, images=images, origin=origin)
+    with busy("replacing modules"):
+        convert_model(loaded, **choices, images=images, origin=origin)
     after = _bound(loaded, "bounding the network after")
     report = cast("ConversionReport", loaded.conversion)
     with busy(f"writing {path}"):
@@ -128,7 +123,6 @@ def convert(
                 ("unchanged", f"{len(paths)} {what} ({paths[0]}{', …' if paths[1:] else ''})")
                 for what, paths in unchanged.items()
             ),
-            *_adaptation_facts(report.adaptation),
             ("change of logits", f"{moved} on {tested}"),
             ("same top class", f"{100 * report.agreement:.1f} %"),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
@@ -136,24 +130,6 @@ def convert(
             *advise(status).facts,
         ]
     )
-
-
-def _adaptation_facts(adaptation: "Adaptation | None") -> list[tuple[str, str]]:
-    """Errors and logits on the held-out images, before and after the fit; empty if no attention was swapped."""
-    if adaptation is None or not adaptation.layers:
-        return []
-    layers = adaptation.layers
-    before, after = ([getattr(layer, name) for layer in layers] for name in ("error_before", "error_after"))
-    errors = f"{100 * statistics.median(before):.1f} % → {100 * statistics.median(after):.1f} % (median),"
-    logits = f"{100 * adaptation.logits_before:.1f} % → {100 * adaptation.logits_after:.1f} % (median)"
-    return [
-        (
-            "attention adapted",
-            f"{sum(layer.adapted for layer in layers)} of {len(layers)} on {adaptation.images} images",
-        ),
-        ("attention error", f"{errors} {100 * max(before):.1f} % → {100 * max(after):.1f} % at most"),
-        ("change of logits, held out", f"{logits} on {adaptation.held_out} held-out images"),
-    ]
 
 
 def _bound(model: "Model", what: str) -> "Bound | None":
@@ -178,8 +154,6 @@ def _facts(bound: "Bound | None", report: "ConversionReport") -> dict[str, objec
         "images": report.images,
         "random_images": report.random,
     }
-    if report.adaptation is not None:
-        facts["adaptation"] = asdict(report.adaptation)
     if bound is not None and math.isfinite(bound.log10):  # −∞ where the head is zero, as before training
         facts |= {"log10_bound": bound.log10, "rigor": bound.rigor}
     return facts

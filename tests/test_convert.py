@@ -200,7 +200,7 @@ def test_report_and_recipe() -> None:
     returned = convert(model, attention="l2", norm="project", images=x)
     assert id(returned) == id(model)
     report = model.conversion
-    step = {"step": "convert", "attention": "l2", "norm": "project", "images": 6, "adaptation": False}
+    step = {"step": "convert", "attention": "l2", "norm": "project", "images": 6}
     assert model.recipe == [step]
     assert report.parameters_before == sum(p.numel() for p in before.parameters())
     assert report.parameters_after == sum(p.numel() for p in model.parameters())

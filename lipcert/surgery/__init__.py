@@ -4,7 +4,6 @@ Each module answers ``lipschitz(input_shape)`` with a :class:`lipcert.bounds.Bou
 """
 
 from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin, SmoothMaxMin
-from lipcert.surgery._adapt import Adaptation, AdaptedLayer, adapt
 from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
 from lipcert.surgery._attention import L2Attention, L2WindowAttention
 from lipcert.surgery._convert import ConversionReport, convert
@@ -20,7 +19,7 @@ from lipcert.surgery._projections import (
 from lipcert.surgery._swap import Kept, Swapped, plan, swap
 
 __all__ = [
-    "Adaptation", "AdaptedLayer", "ClippedMaxMin", "ClippedReLU", "ConversionReport", "GroupLayerProject",
+    "ClippedMaxMin", "ClippedReLU", "ConversionReport", "GroupLayerProject",
     "GroupSmoothProject", "L2Attention", "L2RotaryAttention", "L2SetAttention", "L2WindowAttention", "LayerProject",
-    "LipConv2d", "LipLinear", "MaxMin", "RmsLayerProject", "RmsSmoothProject", "SmoothMaxMin", "SmoothProject", "adapt",
+    "LipConv2d", "LipLinear", "MaxMin", "RmsLayerProject", "RmsSmoothProject", "SmoothMaxMin", "SmoothProject",
 ]  # fmt: skip

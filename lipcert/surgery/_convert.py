@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from lipcert.errors import ConvertError, InputError
 from lipcert.model import Model, checked, outside_inference_mode
 from lipcert.surgery._activations import ACTIVATIONS, calibrate_activation
-from lipcert.surgery._adapt import Adaptation, adapt, parted
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._initial import calibrate_projection
 from lipcert.surgery._swap import Activation, Attention, Edit, Kept, Norm, Swapped, plan
@@ -36,7 +34,6 @@ class ConversionReport:
         logits_moved: median over the images of ‖logits after − before‖ / ‖logits before‖.
         logits_moved_most: the maximum of the same.
         agreement: fraction of the images whose top class did not change.
-        adaptation: the report on the adaptation of the attention; None without adaptation.
     """
 
     parameters_before: int
@@ -48,7 +45,6 @@ class ConversionReport:
     logits_moved: float
     logits_moved_most: float
     agreement: float
-    adaptation: Adaptation | None = None
 
 
 @outside_inference_mode
@@ -59,9 +55,7 @@ def convert(
     images: Tensor | None = None,
     *,
     activation: Activation = "keep",
-    adaptation: bool = False,
     origin: Mapping[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Replaces modules of a model, in place, by modules with a Lipschitz constant.
 
@@ -83,10 +77,7 @@ def convert(
         activation: ``"clipped-relu"``, ``"maxmin"`` or ``"clipped-maxmin"`` replace every ``nn.ReLU``. Each has one
             threshold, above all its inputs on the images, so clipped ReLU changes nothing there. MaxMin is another
             function, so the network must be trained again.
-        adaptation: whether to train the new attention on the images, see :func:`lipcert.surgery.adapt`. The last
-            quarter of them is then held out from calibration and training.
         origin: the origin of the images, as JSON values, for the recipe.
-        progress: called as ``progress(done, total)`` after the training of each attention.
 
     Returns:
         The model.
@@ -105,10 +96,6 @@ def convert(
     model.check_images(images)
     if not len(images):
         raise InputError("no images to calibrate on; pass at least one, or none at all for random ones")
-    if adaptation and (random or len(images) < 2):
-        raise InputError("adaptation needs 2 images of yours or more; pass images, or leave it out")
-    pretrained = _sharing_weights(model) if adaptation else None
-    fit = parted(images)[0] if adaptation else images
     edits, kept = plan(model.net, attention=attention, norm=norm, activation=activation)
     if activation != "keep" and not any(isinstance(edit.new, tuple(ACTIVATIONS.values())) for edit in edits):
         raise ConvertError("the network has no ReLU module, so there is nothing for activation to replace")
@@ -120,8 +107,7 @@ def convert(
         for edit in edits:
             applied.append(edit)
             swapped.append(edit.apply())
-        _calibrate(model, edits, fit[:_CALIBRATION_IMAGES], norm)
-        adapted = None if pretrained is None else adapt(model, pretrained, images, progress)
+        _calibrate(model, edits, images[:_CALIBRATION_IMAGES], norm)
         after = _logits(model, images)
     except BaseException:
         for edit in reversed(applied):
@@ -138,13 +124,12 @@ def convert(
         logits_moved=float(moved.median()),
         logits_moved_most=float(moved.max()),
         agreement=float((after.argmax(1) == before.argmax(1)).double().mean()),
-        adaptation=adapted,
     )
     step: dict[str, Any] = {"step": "convert", "attention": attention, "norm": norm}
     if activation != "keep":
         step["activation"] = activation
     where = {"data": "random", "seed": 0} if random else dict(origin or {})
-    model.recipe.append({**step, **where, "images": len(images), "adaptation": adaptation})
+    model.recipe.append({**step, **where, "images": len(images)})
     return model
 
 
@@ -171,12 +156,6 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor, norm: Norm) -> N
             handle.remove()
     for edit in waiting.values():  # modules that the forward pass does not use
         edit.initialise()
-
-
-def _sharing_weights(model: Model) -> Model:
-    """A copy of the model with separate modules but the same tensors."""
-    tensors = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 @torch.no_grad()
