@@ -74,7 +74,7 @@ def certify(
     denoiser: Denoiser = None,
 ) -> None:
     """Certify images: no l2 perturbation of pixels within [0, 1] below the certified radius changes the prediction."""
-    asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords["sigma"])]
+    asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords.get("sigma"))]
     asked_pixels, asked_weights = pixels(), weights()
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,9 +123,11 @@ def test_a_field_with_a_help_text_becomes_an_option():
     def command(settings, path: Path = Path("x")) -> None:
         seen.append((settings(secret=4), path))
 
-    assert [*inspect.signature(command).parameters] == ["size", "path"]
-    command(size="7", path=Path("y"))
-    assert seen == [(Settings("7", 4), Path("y"))]
+    assert [*inspect.signature(command).parameters] == ["size", "path", "context"]
+    for source, size in (("COMMANDLINE", "7"), ("DEFAULT", "5")):
+        context = SimpleNamespace(get_parameter_source=lambda _, name=source: SimpleNamespace(name=name))
+        command(size="7", path=Path("y"), context=context)
+        assert seen.pop() == (Settings(size, 4), Path("y"))
 
 
 def test_settings_of_constrain_check_themselves():
