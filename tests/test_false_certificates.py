@@ -755,3 +755,87 @@ def test_a_change_that_the_first_image_does_not_show(name):
     else:
         with pytest.raises(LipcertError, match="has changed since its certifier was made"):
             certifier.run(images)
+
+
+# torch may add a bias to a product that it has rounded, and multiply a normalisation out. Both cancel here.
+
+
+class Offset(nn.Module):
+    """Two logits, 2q and 1, where q is the contrast of the image: W(1, q 2⁻ᵏ) + b is q 2⁻ᵏ, but fl(1 + q 2⁻ᵏ) is 1."""
+
+    def __init__(self, turn, bits):
+        super().__init__()
+        self.turn, self.small = turn, 2.0**-bits
+        self.layer = nn.Linear(2, 1)
+        self.one = nn.Parameter(torch.ones(1, 1, 1, 2))
+        with torch.no_grad():
+            self.layer.weight.fill_(1.0)
+            self.layer.bias.fill_(-1.0)
+
+    def forward(self, x):
+        contrast = F.relu(x[:, :, :1] - x[:, :, 1:] - 0.5)
+        image = torch.cat([self.one.expand(len(x), 1, 1, 2), contrast * self.small], 1)
+        z = self.layer(self.turn(image)) * (2 / self.small)
+        return torch.cat([z.flatten(1).sum(1, keepdim=True), self.one[:, 0, 0, :1].expand(len(x), 1)], 1)
+
+
+TURNS = {
+    "tokens of an embedding": lambda x: x.flatten(2).transpose(1, 2),
+    "channels last": lambda x: x.permute(0, 2, 3, 1),
+    "moved and folded": lambda x: x.movedim(1, -1).flatten(1, 2),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 9), ("float16", 12)])
+def test_a_bias_that_cancels_a_rounded_product(turn, dtype, bits):
+    net = Offset(TURNS[turn], bits).eval()
+    model = lipcert.load(net, mean=(0.0,), std=(1.0,), input_size=(1, 2, 2))
+    image = torch.tensor([[[[1.0, 1.0], [0.0, 0.0]]]])
+    with torch.no_grad():
+        seen = model.to(getattr(torch, dtype))(image.to(getattr(torch, dtype))).argmax(1)
+    model.float()
+    for method in ("gloro", "lofast", "anchored"):
+        found = lipcert.certify(model, image, eps=1e-3, method=method, dtype=dtype)
+        assert found.radius.item() == 0 or found.predicted == seen, method
+
+
+class Cancelled(nn.Module):
+    """A normalisation of small numbers, whose weight and bias are near 1 in all channels."""
+
+    def __init__(self, norm, seed):
+        super().__init__()
+        self.norm, draw = norm, torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            self.norm.weight.copy_(1 + torch.rand(norm.weight.shape, generator=draw))
+            self.norm.bias.copy_(1 + 2e-7 * torch.rand(norm.bias.shape, generator=draw))
+
+    def forward(self, x):
+        channels = len(self.norm.weight)
+        return self.norm(x.reshape(len(x), channels, -1) * 2.0**-20).flatten(1)[:, [0, -1]]
+
+
+NORMS = {
+    "group": lambda: (nn.GroupNorm(1, 2, eps=1.0), 2),
+    "groups": lambda: (nn.GroupNorm(2, 4, eps=1.0), 4),
+    "instance": lambda: (nn.InstanceNorm1d(2, eps=1.0, affine=True), 4),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_normalisation_that_is_multiplied_out(name, seed):
+    norm, entries = NORMS[name]()
+    model = lipcert.load(Cancelled(norm, seed).eval(), mean=(0.0,), std=(1.0,), input_size=(1, 1, entries))
+    images = torch.rand(100_000, 1, 1, entries, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        exact = model.double()(images.double())
+        seen = model.float()(images)
+    flipped = seen.argmax(1) != exact.argmax(1)
+    assert flipped.any()
+    image = images[(flipped * (exact[:, 0] - exact[:, 1]).abs()).argmax()][None]
+    with torch.no_grad():
+        alone = model(image).argmax(1)
+    for method in ("anchored", "gloro"):
+        found = lipcert.certify(model, image, eps=1e-9, method=method, dtype="float32", rigor="deterministic")
+        assert found.radius.item() == 0 or found.predicted == alone, method

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lipcert
 from lipcert.bounds import MarginBounds, Operand, analyze, key_of, local_error, margins, radii
 from lipcert.bounds.rules.activation import ACTIVATIONS
+from lipcert.bounds.rules.normalization import normalised_rounding
 from lipcert.certifier import Anchored, DeployedAnchored
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, capture
@@ -234,6 +235,51 @@ def test_the_short_bound_for_float64_covers_that_of_every_entry(
     assert short.shape == (1, *node.shape)
     assert (short >= tight).all()
     assert 0 < tight.max() < short.max() < 1e3 * tight.max() < 1e-9
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=list(DTYPES))
+def test_a_product_may_be_rounded_before_a_bias_cancels_it(fmt: Format) -> None:
+    """4 + 2u rounds to 4, and 4 − 4 is 0, where the exact result is 2u."""
+    layer = nn.Linear(4, 1).double()
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.bias.fill_(-4.0)
+    x = torch.tensor([[1.0, 1.0, 1.0, 1 + 2 * fmt.unit]]).double()
+    wide = x[..., None, None].expand(1, 4, 2, 2)
+    for module, value in ((layer, x), (nn.Conv2d(4, 1, 1).double(), wide)):
+        with torch.no_grad():
+            module.weight.fill_(1.0)
+            module.bias.fill_(-4.0)
+        node = capture(module.eval(), value).output
+        bound = local_error(node, [operand(value, 0.0)], fmt)
+        product = (module(value) + 4).to(fmt.dtype)
+        after = (product - 4).double()
+        assert not after.any()
+        assert ((after - module(value)).abs() <= bound[0]).all()
+        assert bound.max() <= 500 * fmt.unit
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=list(DTYPES))
+@pytest.mark.parametrize("centre", [0.0, 3.0, 100.0])
+def test_a_normalisation_may_be_multiplied_out(fmt: Format, centre: float) -> None:
+    """zα + (β − mα) with α = rγ, and other orders, each step rounded to the format; β = −(z − m)rγ for one entry."""
+    generator, worst = torch.Generator().manual_seed(7), 0.0
+    for _ in range(200):
+        draw = torch.randn(8, 8, generator=generator, dtype=torch.float64)
+        z, m, r, gamma = (part.to(fmt.dtype) for part in (centre + draw, draw[0] + centre, draw[1].abs(), draw[2]))
+        beta = -((z - m) * r * gamma)[3]
+        y, s = z.double() - m.double(), r.double() * gamma.double()
+        exact, none = y * s + beta.double(), torch.zeros(8).double()
+        sizes = [part.double().abs() for part in (z, m, y, none, r, none)]
+        affine = [(part.double().abs(), none) for part in (gamma, beta)]
+        bound = normalised_rounding(*sizes, affine, fmt)
+        alpha = r * gamma
+        ways = (z * alpha + (beta - m * alpha), (z - m) * r * gamma + beta, (z * r - m * r) * gamma + beta)
+        for way in ways:
+            assert ((way.double() - exact).abs() <= bound).all()
+            worst = max(worst, ((way.double() - exact).abs() / bound).max().item())
+        assert (((z - m).double() - y).abs() <= fmt.rounded(y.abs())).all()
+    assert worst > 0.2
 
 
 def test_any_order_of_summation_stays_within_the_bound() -> None:

@@ -178,13 +178,14 @@ def _written_out(
     hidden = None
     if isinstance(attn_mask, Tensor):
         hidden = (attn_mask == -math.inf).all(-1, keepdim=True)
-        # A row of −∞ alone would be NaN after the softmax; its result is set to 0 below.
+        # A mask without values (meta) is only read for the table of coverage.
+        hidden = hidden if hidden.device.type != "meta" and bool(hidden.any()) else None
+    if hidden is not None:  # a row of −∞ alone would be NaN after the softmax; its result is set to 0 below
         attn_mask = attn_mask.masked_fill(hidden, 0.0)
     if attn_mask is not None:
         logits = emit("add", operator.add, (logits, attn_mask), scores)
     weights = emit("softmax", torch.softmax, (logits, -1), scores)
-    # The result of a query that sees no key is 0. A mask without values (meta) is only read for the table of coverage.
-    if hidden is not None and hidden.device.type != "meta" and bool(hidden.any()):
+    if hidden is not None:  # the result of a query that sees no key is 0
         weights = emit("mul", operator.mul, (weights, (~hidden).to(attn_mask.dtype)), scores)
     return emit("matmul", torch.matmul, (weights, value), node.shape)
 

@@ -19,8 +19,6 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 OWN_ROUNDING = 1 + 1e-6
 # Roundings of a term besides those of the sum: product, bias, scale, a change of format.
 EXTRA = 8
-# Roundings of a term to the format on the way to a result: in a part of the sum, in the sum, and with the bias.
-STORED = 3
 # Tensor cores may truncate float32 sums when they align terms; four times u covers that.
 _FLOAT32_SUMS = 2.0**-22
 
@@ -87,17 +85,22 @@ class Format:
         """γ_n for n roundings inside an operation."""
         return _gamma(roundings, self.sum_unit)
 
-    def sum(self, size: Tensor, terms: int) -> Tensor:
-        """Bounds on the error of sums of n products of total size Σ|terms| ≤ ``size``, however a kernel computes them.
+    def sum(self, size: Tensor, terms: int, stored: Tensor | None = None) -> Tensor:
+        """Bounds on the error of sums of n products with Σ|terms| ≤ ``size``, however a kernel computes them.
 
-        The order is free, with or without fused multiplication. n products, n − 1 additions and ``EXTRA`` roundings
-        give γ_(n + EXTRA) Σ|terms|. A kernel may add up parts of the sum, round each to the format, add these, round,
-        and add a bias after that. Parts may cancel, so the ``STORED`` roundings of each term are relative to Σ|terms|
-        too. Each step may underflow. No partial sum exceeds 2 Σ|terms|.
+        The order is free, with or without fused multiplication: n products, n − 1 additions and ``EXTRA`` roundings
+        give e = γ_(n + EXTRA) Σ|terms|. Each step may underflow. No partial sum exceeds 2 Σ|terms|. If a kernel may
+        also round factors or parts of the sum to the format, which may cancel, three such roundings of each term add
+        at most γ₃(Σ|terms| + e). If it rounds known intermediate results only, of absolute value ≤ ``stored`` in exact
+        arithmetic, such as a product and its sum with a bias, or a sum and its quotient, two such roundings add at most
+        γ₂(stored + e).
         """
-        count = terms + EXTRA
-        error = (self.sum_gamma(count) + self.gamma(STORED)) * (1 + self.sum_gamma(count)) * size
-        return self.safe(error + 4 * count * self.smallest, size)
+        inside = self.sum_gamma(terms + EXTRA) * size
+        if stored is None:
+            outside = self.gamma(3) * (size + inside)
+        else:
+            outside = self.gamma(2) * (torch.minimum(at_most(stored), size) + inside)
+        return self.safe(inside + outside + 4 * (terms + EXTRA) * self.smallest, size)
 
     def rounded(self, size: Tensor, roundings: int = 1) -> Tensor:
         """Bounds on the error of results of absolute value ≤ ``size`` after this number of roundings to the format."""

@@ -87,10 +87,12 @@ def matrix_rounding(
     """The error of Ŵx̂ + b̂ with sums of n terms: :meth:`Format.sum`, plus |Ŵ − W||x̂| + |b̂ − b| for the cast
     constants.
 
-    Kernels add the bias inside the sum or to a product that they have rounded, and may split the sum, so that errors
-    are relative to |Ŵ||x̂| + |b̂|: Wx and b may cancel. For row i, |W||x̂| ≤ |W||x| + ‖w_i‖ρ by the Cauchy–Schwarz
+    Kernels add the bias inside the sum, or to a product that they have rounded: the sum of this and the bias is rounded
+    again, and may be far smaller. For row i, |W||x̂| ≤ |W||x| + ‖w_i‖ρ and |Wx̂| ≤ |Wx| + ‖w_i‖ρ by the Cauchy–Schwarz
     inequality. |W| times bounds on the entries of |x̂| is a bound too. For float64, whose errors are tiny,
     |W||x̂| ≤ ‖w_i‖₁ max|x̂| is enough, and takes no further product.
+
+    Assumed is that no part of the sum is rounded to the format, so no split sums with reduced precision.
     """
     weight = weight.detach().double()
     bias = None if bias is None else bias.detach().double()
@@ -108,7 +110,12 @@ def matrix_rounding(
 
     size = sizes(weight.abs(), None if bias is None else bias.abs())
     cast = sizes(fmt.cast(weight), None if bias is None else fmt.cast(bias))
-    return fmt.safe(fmt.sum(size + cast, terms) + cast, torch.maximum(size, largest))
+    stored = None
+    if fmt != REAL:
+        product = apply(x.nominal, weight, None)
+        result = product if bias is None else apply(x.nominal, weight, bias)
+        stored = torch.maximum(product.abs(), result.abs()) + rows(weight, 2) * reach + cast
+    return fmt.safe(fmt.sum(size + cast, terms, stored) + cast, torch.maximum(size, largest))
 
 
 def constant_arguments(node: Node) -> dict[str, Any]:
@@ -240,9 +247,9 @@ def matmul_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bo
 def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """XY with |X̂||Ŷ| ≤ (|X| + |δX|)(|Y| + |δY|), bounded by norms of rows of X and columns of Y, ‖δX‖ and ‖δY‖.
 
-    Errors are relative to |X̂||Ŷ|, as for :func:`matrix_rounding`. Fused attention with the scale s may round √s q and
-    √s k instead of a part of the sum and the sum; their underflow meets the other factor, and dividing it by s, as the
-    product is multiplied by s later, leaves at most 16 times as much for s ≥ 2⁻⁸.
+    If both depend on the image, the errors are relative to |X̂||Ŷ|: fused attention with the scale s may round √s q and
+    √s k before their product. Their underflow meets the other factor; divided by s, because the product is multiplied
+    by s later, it is at most 16 times as large for s ≥ 2⁻⁸.
     """
     args, operand_of = arguments(node), by_operand(node, operands)
     parts: list[tuple[Operand, Tensor]] = []
@@ -267,8 +274,11 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     if len(operands) == 1:
         cast = at_most(dx @ y.most if dx.dim() else x.most @ dy)
     largest = torch.maximum(*(part.most.reshape(len(part.nominal), -1).amax(1) for part in (x, y)))
-    scaled = 16 * fmt.smallest * (x.most.sum(-1, keepdim=True) + y.most.sum(-2, keepdim=True))
-    error = fmt.sum(size + cast, terms) + cast + scaled
+    if len(operands) == 2:
+        stored, scaled = None, 16 * fmt.smallest * (x.most.sum(-1, keepdim=True) + y.most.sum(-2, keepdim=True))
+    else:
+        stored, scaled = (x.nominal @ y.nominal).abs() + moved + cast, 0.0
+    error = fmt.sum(size + cast, terms, stored) + cast + scaled
     return fmt.safe(error, torch.maximum(size, operands[0].over(largest.expand(len(size)))))
 
 

@@ -161,7 +161,7 @@ class Centred:
         square = torch.minimum((l2_norm(tokens, -1, keepdim=True) + rho).square(), sum_squares(most, -1, keepdim=True))
         size = torch.minimum(centred.abs() + rho, most + total / d)
         mean = tokens.mean(-1, keepdim=True).abs() + rho / math.sqrt(d)
-        away = fmt.safe(fmt.sum(total / d, terms), total)
+        away = fmt.safe(fmt.sum(total / d, terms, mean), total)
         error = away * (1 + 2 * fmt.unit) + fmt.rounded(size)
         low, high = (length - rho).clamp_min(0), torch.minimum(length + rho, square.sqrt())
         return cls(size, error, mean, away, low, high, square)
@@ -177,6 +177,7 @@ def normalised_rounding(
     affine: Sequence[tuple[Tensor, Tensor] | None],
     fmt: Format,
     limit: float = math.inf,
+    roundings: int = 5,
 ) -> Tensor:
     """Bounds on the error of y = (z − m)rγ + β, however a kernel multiplies it out, as in zrγ + (β − mrγ).
 
@@ -185,8 +186,8 @@ def normalised_rounding(
 
         |z − m|rt|γ̂| + away (1 + t)r|γ̂| + |z − m|r|γ̂ − γ| + |β̂ − β|.
 
-    A kernel rounds each of the terms zr̂γ̂, m̂r̂γ̂ and β̂ at most eight times to the format: in products with r̂ and γ̂, or
-    r̂γ̂, in a change of format between, in the differences with the other terms, and in the result. The terms may cancel,
+    A kernel rounds each of the terms zr̂γ̂, m̂r̂γ̂ and β̂ at most five times to the format: in a difference, in products
+    with r̂ and γ̂, or with the rounded r̂γ̂, in a change of format between, and with β or β − m̂r̂γ̂. The terms may cancel,
     so these errors are relative to |z|r̂|γ̂| + |m̂|r̂|γ̂| + |β̂|. Here |z|r̂ is at most |z − m|r̂ + |m|r̂ too. Products that
     underflow are multiplied by γ̂, by r̂, or by z and m̂.
     """
@@ -198,7 +199,7 @@ def normalised_rounding(
     error = (exact * t + away * scale) * factor + exact * d_gain + d_shift
     terms = torch.minimum(most * scale, exact * (1 + t) + centre * scale) + centre * scale
     underflow = 4 * fmt.smallest * (1 + factor) * (1 + scale) * (1 + most + centre)
-    error = error + fmt.rounded(terms * factor + shift + d_shift, 8) + underflow
+    error = error + fmt.rounded(terms * factor + shift + d_shift, roundings) + underflow
     return fmt.safe(error, torch.maximum(most + centre + shift, (1 + scale) * (1 + factor)).expand_as(error))
 
 

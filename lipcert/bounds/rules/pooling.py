@@ -96,7 +96,7 @@ def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     )
     size = replayed(node, operands[0].most).abs()
     total = size * max(positions, abs(args.get("divisor_override") or 0))
-    return fmt.safe(fmt.sum(size, positions), total)
+    return fmt.safe(fmt.sum(size, positions, size), total)
 
 
 def _maximum(dims: int) -> Callable[..., Value]:

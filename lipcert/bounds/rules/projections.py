@@ -267,7 +267,8 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
     Let ĉ have an error of norm b, and let Q = ‖c‖²/R². The error of Q̂ is at most (2‖c‖b + b²)/R² + γ‖ĉ‖²/R², with γ
     for a sum of d squares and 6 roundings to the format. Relative to max(Q, 1) it is at most 2b/R + b²/R² + γ(1 +
     b/R)², because ‖c‖/R ≤ max(1, Q). The relative cast error of the radius enters Q twice, and in LayerProject f once
-    more, with another product. Then :func:`inverse_root_error` applies.
+    more, with another product. Then :func:`inverse_root_error` applies, and :func:`normalised_rounding` to the products
+    with f and the weight and the sum with the bias, each of which the module rounds once.
     """
     module: Any = node.function
     grouped = isinstance(module, (GroupSmoothProject, GroupLayerProject))
@@ -295,7 +296,7 @@ def projection_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
     arranged = partial(by_group, node.shape, module.groups) if grouped else torch.flatten
     affine = [size_and_cast(part, fmt, arranged) for part in (module.weight, module.bias)]
     none, whole = torch.zeros_like(factor), centred.size + centred.error
-    error = normalised_rounding(whole, none, centred.size, centred.error, factor, t, affine, fmt, radius)
+    error = normalised_rounding(whole, none, centred.size, centred.error, factor, t, affine, fmt, radius, roundings=3)
     error = fmt.safe(error, peak.expand_as(error))
     return error.reshape(x.nominal.shape) if grouped else error.movedim(-1, axis)
 

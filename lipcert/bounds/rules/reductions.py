@@ -17,7 +17,7 @@ from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, 
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, STORED, Format, Number, Upper, l2_norm
+from lipcert.numerics import EXTRA, Format, Number, Upper, l2_norm
 
 
 def _reduction(mean: bool) -> Any:
@@ -70,14 +70,20 @@ box("mean", "sum")(nonnegative)
 
 @rounding("sum", "mean")
 def sum_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """:meth:`Format.sum`: n terms, and for a mean a division by n, of the sum or of its terms."""
+    """:meth:`Format.sum` of n terms. A sum may be rounded in parts, one for each thread.
+
+    A mean is computed in the arithmetic inside an operation, and the sum may be rounded before it is divided by n.
+    """
     if any(isinstance(argument, torch.dtype) for argument in (*node.args, *node.kwargs.values())):
         raise NoAnswer("a sum in another format")
     x = operands[0]
     count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape))
     size = replayed(node, x.most)
     total = size * (count if node.op == "mean" else 1)
-    return fmt.safe(fmt.sum(size, count), total)
+    near = None
+    if node.op == "mean":
+        near = replayed(node, x.nominal).abs() + (x.rho / math.sqrt(max(1, count))).reshape(-1, *[1] * len(node.shape))
+    return fmt.safe(fmt.sum(size, count, near), total)
 
 
 @rule("var")
@@ -197,4 +203,4 @@ def length_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     size = replayed(node, x.most)
     size = torch.minimum(size, replayed(node, x.nominal) + x.rho.reshape(-1, *[1] * (size.dim() - 1)))
     error = size * (fmt.sum_gamma(count) + fmt.library) + math.sqrt(4 * count * fmt.smallest)
-    return fmt.safe(error + fmt.rounded(size + error, STORED), size.square())
+    return fmt.safe(error + fmt.rounded(size + error, 3), size.square())
