@@ -24,16 +24,16 @@ def test_no_attack_succeeds_inside_a_radius(family):
     assert counted >= (len(METHODS) if family in SLOW else 2 * IMAGES)  # few images take the time of timm's networks
 
 
-@pytest.mark.parametrize("seed", range(0, 40, 4))
-def test_products_are_above_what_is_met_in_random_networks(seed):
-    """Power iteration never sees a Jacobian stretch more than its product allows; with secants, of some width, too."""
+@pytest.mark.parametrize("seed", range(0, 40, 8))
+def test_norms_are_above_what_is_met_in_random_networks(seed):
+    """Power iteration never sees a Jacobian stretch more than its norm allows; with secants, of some width, too."""
     pixels = (case := draw(seed, 2)).images.double()
-    method = Anchored(case.model.double(), passes=100 * (seed % 3), tolerance=0.5)
+    method = Anchored(case.model.double(), tolerance=0.5)
     for one in filter(None, (method.finder, method.secant)):
         widths = {leaf: torch.full((2, 1), 0.7, dtype=torch.float64) for leaf in one.network.widths}
         found = Linearization(one, pixels, widths=widths or None)
         place = one.network.replay.position
-        for a, b in sorted(one.plan.chained, key=lambda pair: (place[pair[0]], place[pair[1]]))[::7]:
+        for a, b in sorted(one.plan.pairs, key=lambda pair: (place[pair[0]], place[pair[1]]))[::7]:
             forth, back = one.jacobians.operator(a, b, found.values, several=False)
             moved = torch.randn(2, math.prod(a.shape), dtype=torch.float64)
             for _ in range(8):

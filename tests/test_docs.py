@@ -132,7 +132,7 @@ def reduced(words: list[str], images: int = 1) -> list[str]:
     if "certify" not in words:
         return words
     few = [] if "--limit" in words else ["--limit", str(images)]
-    return [*words, *few, *([] if {"--method", "--passes"} & {*words} else ["--method", "gloro"])]
+    return [*words, *few, *([] if "--method" in words else ["--method", "gloro"])]
 
 
 def run_shell(line: str) -> None:

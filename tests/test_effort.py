@@ -189,34 +189,6 @@ def test_a_choice_depends_on_no_image(eager):
         torch.testing.assert_close(alone, together[i : i + 1], rtol=1e-9, atol=0)
 
 
-def test_a_limit_on_passes_buys_a_larger_radius_than_norms_in_a_fixed_order(eager, monkeypatch):
-    model, images = vit(depth=2, width=32), pixels(2, seed=7)
-    predicted, gaps = margins(model(images))
-    passes = 0.15 * Anchored(model, passes=1e12).plan.work / Anchored(model).plan.work_of_a_pass
-    method = Anchored(model, passes=passes)
-    assert method.plan.beyond
-    assert method.plan.work <= method.plan.limit
-    radius = method(images).radius(predicted, gaps)
-    tolerances = method.finder.effort.values()
-    assert 0 < sum(tolerance == math.inf for tolerance in tolerances) < method.plan.count
-    monkeypatch.setattr(effort, "_WORTH", math.inf)
-    fixed = Anchored(model, passes=passes)
-    assert not fixed.plan.beyond
-    assert bool((radius > 1.2 * fixed(images).radius(predicted, gaps)).all())
-    assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
-
-
-def test_a_limit_on_passes_holds_where_nothing_can_be_chosen(eager, monkeypatch):
-    """The norms that fit are then computed in the fixed order."""
-    monkeypatch.setattr(effort._Trial, "valid", property(lambda _: False, lambda *_: None), raising=False)
-    model = vit(depth=1)
-    passes = 0.3 * Anchored(model, passes=1e12).plan.work / Anchored(model).plan.work_of_a_pass
-    method = Anchored(model, passes=passes)
-    method(pixels(1))
-    assert method.plan.beyond
-    assert method.finder.effort == dict.fromkeys(method.plan.beyond, math.inf)
-
-
 def test_nothing_is_chosen_where_it_would_not_pay(eager, monkeypatch):
     model = vit(depth=1)
     assert effort.chosen(Anchored(model).finder).whole

@@ -91,19 +91,6 @@ def test_true_rows_stand(results):
     )
 
 
-def test_rows_with_products_of_norms_are_computed_as_they_were(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = ["certify", "--eps", EPS, "--limit", "2", "--out", "r.jsonl"]
-    run(*settings, "--method", "lofast", "--passes", "1")
-    assert json.loads(Path("r.summary.json").read_text())["passes"] == 1
-    assert "2 of 2 recomputed" in run("verify", "bundled", "r.jsonl").stdout
-    assert "other passes" in run(*settings, "--method", "lofast", code=2).stderr
-    assert "gloro takes no norms" in run(*settings[:-2], "--method", "gloro", "--passes", "9", code=2).stderr
-    # A staged run whose rows other methods decided.
-    run(*settings[:-1], "s.jsonl", "--passes", "1")
-    assert "2 of 2 recomputed" in run("verify", "bundled", "s.jsonl").stdout
-
-
 def test_a_proof_of_rounding_is_not_claimed_without_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_nominal, "_LARGEST_RATIO", 0.0)  # no proof is tried

@@ -44,7 +44,7 @@ class LoFAST:
     def __init__(self, model: Model, *, at: str | int | None = None, **options: Any):
         settings = NormOptions(**options)
         self.network = Network(model, at=at)
-        self.plan = NormPlan(self.network, layerwise_pairs(self.network), settings.passes)
+        self.plan = NormPlan(self.network, layerwise_pairs(self.network))
         self.finder = NormFinder(self.network, self.plan, settings)
 
     @property
@@ -67,9 +67,9 @@ class LoFASTMethod(LinearisedMethod):
 
     name = "lofast"
 
-    def linearise(self, passes: float | None) -> LoFAST:
+    def linearise(self) -> LoFAST:
         settings = self.subject.settings
-        options = {"delta": self.budget.delta, "rigor": settings.rigor, "passes": passes}
+        options = {"delta": self.budget.delta, "rigor": settings.rigor}
         return LoFAST(self.subject.model, at=settings.at, **options)
 
 

@@ -27,9 +27,6 @@ from lipcert.settings import FACTS, STAGED
 CLASSES: Mapping[str, type[Method]] = {
     kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, LoFASTPaper, AnchoredMethod)
 }
-# A linearised method computes all its norms if they need at most the first share of the time for an image; otherwise
-# some of them in the second share, and products bound the others, so that fewer images are certified.
-_ALL_NORMS, _SOME_NORMS = 1 / 4, 1 / 50
 
 
 @dataclass
@@ -76,15 +73,14 @@ def prepare(subject: Subject) -> Methods:
             continue
         else:
             try:
-                work = settings.time * kind.rate
-                limits = (work * _ALL_NORMS, work * _SOME_NORMS) if issubclass(kind, LinearisedMethod) else ()
-                method = kind(subject, budget, *limits)
+                limit = (settings.time * kind.rate,) if issubclass(kind, LinearisedMethod) else ()
+                method = kind(subject, budget, *limit)
             except (UnsupportedOperation, InputError) as error:
                 if settings.at is not None:
                     raise
                 methods.skipped[name] = str(error)
                 continue
-            if method.seconds > settings.time and not (FACTS[name].linearised and settings.passes is not None):
+            if method.seconds > settings.time:
                 methods.skipped[name] = f"it would take about {duration(method.seconds)} per image, more than --time"
                 continue
             methods.prepared[name] = method

@@ -125,7 +125,7 @@ def _settings(run: Run) -> str:
 def _options(run: Run) -> str:
     """The options of a certificate of the network itself that differ from the defaults."""
     standard = CertifySettings(1.0).described()
-    named = ("method", "dtype", "rigor", "time", "passes", "delta", "seed")
+    named = ("method", "dtype", "rigor", "time", "delta", "seed")
     chosen = {key: run.summary[key] for key in named if run.summary.get(key, standard[key]) != standard[key]}
     return "".join(f", {key}={value!r}" for key, value in chosen.items())
 

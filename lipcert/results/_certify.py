@@ -168,7 +168,7 @@ def certify(
         memory: bytes for what is computed at once, or a text such as ``"8GB"``; None for half of what is free. Noise
             draws have no such default: their number depends on the device.
         **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``method``, ``dtype``,
-            ``rigor``, ``at``, ``passes``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
+            ``rigor``, ``at``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
             ``all_samples``, ``seed`` for smoothing. An attack gives upper bounds on the radii.
 
     Returns:

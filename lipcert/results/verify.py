@@ -23,7 +23,6 @@ from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, rows, same, same_logits
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
-from lipcert.settings import LINEARISED
 from lipcert.smoothing import Denoised, Smoothing
 
 # Rounding depends on the machine and the batch. It changes a number by far less than this.
@@ -137,9 +136,8 @@ def verify(
             if isinstance(certifier, Certifier) and method != recomputed["method"] and method in certifier.budgets:
                 # the run skipped the stronger methods because of its attack
                 if method not in others:
-                    counted = settings.passes if method in LINEARISED else None
                     share = certifier.budgets[method].delta or settings.delta
-                    one_method = replace(settings, method=method, passes=counted, delta=share, attack=None)
+                    one_method = replace(settings, method=method, delta=share, attack=None)
                     others[method] = Certifier(model, one_method)
                 one = batch.split(i)[1].split(1)[0]
                 (other,) = rows(one, others[method].run(one.images, one.labels), 0.0)

@@ -40,7 +40,6 @@ class CertifyOptions(TypedDict, total=False):
     dtype: Dtype
     rigor: RigorAsked
     at: str | int | None
-    passes: float | None
     time: float
     sigma: float | str | None
     samples: int
@@ -70,9 +69,6 @@ class CertifySettings:
         at: the perturbed value: None for the pixels, the path of a module, such as ``"patch_embed"``, for its output,
             or the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
             For methods lofast, anchored and staged, which then means anchored.
-        passes: budget for norms of Jacobians, in forward passes per image, positive and approximate. Products of norms
-            replace the norms beyond the budget. None computes all norms, or, in staged certification, those that take a
-            reasonable time. For methods lofast, anchored and staged.
         time: staged certification skips methods that need more than about this many seconds of one core per image, as
             estimated from the network's size; positive.
         delta: failure probability, per image, of a probabilistic certificate.
@@ -109,11 +105,6 @@ class CertifySettings:
     rigor: RigorAsked = option("deterministic: no random start vectors; for small networks.", RIGORS[0], choices=RIGORS)
     at: str | int | None = option(
         "Perturb the output of a module, such as patch_embed, in place of the pixels.", None, typed=str | None
-    )
-    passes: float | None = option(
-        "Limit the norms of Jacobians to about this many forward passes per image; other norms are looser.",
-        None,
-        typed=float | None,
     )
     sigma: float | str | None = option(
         "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.",
@@ -157,12 +148,6 @@ class CertifySettings:
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
         if self.at == "":
             raise InputError("at names a module, such as patch_embed")
-        if self.passes is not None and not (isinstance(self.passes, Real) and 0 < self.passes < math.inf):
-            raise InputError(f"passes must be a positive number of forward passes, got {self.passes}")
-        if self.passes is not None and not linearised:
-            raise InputError(
-                f"passes asks for method anchored, lofast or staged; {self.method} takes no norms of Jacobians"
-            )
         if not (isinstance(self.time, Real) and 0 < self.time < math.inf):
             raise InputError(f"time must be a positive number of seconds per image, got {self.time}")
         if not (isinstance(self.delta, Real) and 0 < self.delta < 1):

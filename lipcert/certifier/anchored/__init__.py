@@ -21,9 +21,9 @@ They use :mod:`.gradients` (autograd through a part of the network), :mod:`.chai
 for radii.
 """
 
-from lipcert.certifier.anchored.behind import Behind, anchored, cut_of, read
+from lipcert.certifier.anchored.behind import Behind, anchored, cut_of
 from lipcert.certifier.anchored.deployed import DeployedAnchored
 from lipcert.certifier.anchored.method import Anchor, Anchored
 from lipcert.certifier.anchored.norms import NormOptions
 
-__all__ = ["Anchor", "Anchored", "Behind", "DeployedAnchored", "NormOptions", "anchored", "cut_of", "read"]
+__all__ = ["Anchor", "Anchored", "Behind", "DeployedAnchored", "NormOptions", "anchored", "cut_of"]

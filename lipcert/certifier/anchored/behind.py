@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,9 +127,7 @@ class Behind:
     def proves(self) -> bool:
         """Whether the rounding of every operation behind the cut is proved to have a bound; before it, e is one."""
         local = self.behind.network.local
-        return not self.plan.chained and all(
-            local.bounded(link) for links in local.chains.links.values() for link in links
-        )
+        return all(local.bounded(link) for links in local.chains.links.values() for link in links)
 
     @property
     def described(self) -> str:
@@ -178,65 +176,34 @@ def _at_pixels(at_cut: Tensor, error: Tensor, constant: float) -> Tensor:
     return torch.where(at_cut > error.to(at_cut), (at_cut - error.to(at_cut)) / constant * (1 - SAFETY), 0.0)
 
 
-class Reading(NamedTuple):
-    """A model as :func:`anchored` reads it, before any norm behind a cut.
-
-    Attributes:
-        plain: the network, as it computes its values.
-        formed: the network with operations in place of what implements them.
-        cut: a cut of ``plain`` behind which it is linearised; None for the whole network alone.
-        constant: K at the cut.
-    """
-
-    plain: Graph
-    formed: Graph
-    cut: Node | None
-    constant: float
-
-
-def read(model: Model) -> Reading:
-    """Captures a model in float64, and chooses the cut."""
-    captured = recorded(model)
-    fused = canonical_forms(captured, "remainder", examples(an_image(model)))
-    plain = prepared(captured, model, forms=False)
-    formed = prepared(fused, model, forms=False) if fused.forms else plain
-    cut, constant = cut_behind_kinks(plain), 0.0
-    if cut is not None:
-        try:
-            constant = constant_up_to(plain, cut, model)
-            cut = cut if constant <= _LOOSE * slope_up_to(plain, cut, model) else None
-        except UnsupportedOperation:
-            cut = None
-    return Reading(plain, formed, cut, constant)
-
-
-def anchored(
-    model: Model, *, eps: float | None = None, costly: bool = True, reading: Reading | None = None, **options: Any
-) -> Anchored | Behind:
+def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **options: Any) -> Anchored | Behind:
     """The anchored certificate of a model: behind a cut, of the whole network, or both.
 
     Args:
         model: the model, in float64.
         eps: stops at a verdict at this ε, see :class:`Anchored`.
         costly: beside a cut, the whole network too, whatever that takes; else only if it takes little.
-        reading: of this model, from :func:`read`, if it is known.
         **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
     Raises:
         InputError: as for :class:`Anchored`.
         UnsupportedOperation: names the operations that have no remainder rule.
     """
-    plain, formed, cut, constant = read(model) if reading is None else reading
-    budget = NormOptions(**options).budget
-    half = {**options, "delta": budget.split(2).delta}
-    behind = None
+    captured = recorded(model)
+    fused = canonical_forms(captured, "remainder", examples(an_image(model)))
+    plain = prepared(captured, model, forms=False)
+    formed = prepared(fused, model, forms=False) if fused.forms else plain
+    budget, cut = NormOptions(**options).budget, cut_behind_kinks(plain)
+    behind: Behind | None = None
     if cut is not None:
         with suppress(UnsupportedOperation):
-            behind = Behind(model, plain, cut, constant, budget=budget, eps=eps, **options)
+            constant = constant_up_to(plain, cut, model)
+            if constant <= _LOOSE * slope_up_to(plain, cut, model):
+                behind = Behind(model, plain, cut, constant, budget=budget, eps=eps, **options)
     if behind is None:
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
-        whole = Anchored(model, eps=eps, graph=formed, **half)
+        whole = Anchored(model, eps=eps, graph=formed, **{**options, "delta": budget.split(2).delta})
         if costly or whole.work <= max(behind.work, FULL):
             behind.whole = whole
     return behind

@@ -100,26 +100,13 @@ class Chains:
         """Whether every path from the source to ``node`` passes through b."""
         return bool(self._passed[node] >> self.replay.position[b] & 1)
 
-    def bounds(
-        self,
-        requested: Iterable[Pair],
-        norms: Mapping[Pair, Tensor],
-        links: Mapping[Link, Tensor],
-    ) -> dict[Pair, Tensor]:
-        """Upper bounds on ‖G(a → b)‖, shape (N,), for the requested pairs, from known norms and the norms of links."""
-        requested = list(requested)
-        starts = list(dict.fromkeys(a for a, _ in requested))
-        table = self.table(starts, norms, links)
-        place = {a: row for row, a in enumerate(starts)}
-        return {(a, b): table[b][place[a]] for a, b in requested}
-
     def table(
         self,
         starts: list[Node],
         norms: Mapping[Pair, Tensor],
         links: Mapping[Link, Tensor],
     ) -> dict[Node, Tensor]:
-        """The same for all values b, each of shape (starts, N)."""
+        """Upper bounds on ‖G(a → b)‖ for starts a and all values b, each of shape (starts, N), from known norms."""
         place = {a: row for row, a in enumerate(starts)}
         into: dict[Node, list[tuple[Node, Tensor]]] = {}
         for (b, node), norm in norms.items():

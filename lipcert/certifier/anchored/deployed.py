@@ -61,8 +61,8 @@ class DeployedAnchored:
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, **options: Any):
         self.format = Format.of(dtype)
         settings = NormOptions(**options)
-        self.network = Network(model, casts=True, merged=settings.passes is None)
-        self.plan = NormPlan(self.network, anchored_pairs(self.network), settings.passes)
+        self.network = Network(model, casts=True, merged=True)
+        self.plan = NormPlan(self.network, anchored_pairs(self.network))
         spare = _WEIGHINGS * ROUNDS * weighable(self.network)
         self.finder = NormFinder(self.network, self.plan, settings, spare=spare)
         self.ranges = Gains(self.network.graph, model, self.format)

@@ -19,9 +19,6 @@ what is left of it by the logarithm of a norm, over all sectors in which little 
 **Quick norms** are a second choice, from the same estimates and in the same way: looser, and products may take more of
 the margin. Their radii are smaller, but most images need no more for a verdict at one ε (:mod:`.method`).
 
-**A limit on passes** is kept by larger tolerances, and by products for the norms of the least s/c. The estimates cover
-the norms of _WIDER times as many passes, and those within stages up to a few times as many.
-
 All of this only steers: whatever the choice, every norm is an upper bound, and its failure probability is charged to
 the ledger of its image. The start vectors of the estimates differ from those of all certificates, so the choice does
 not depend on these. A norm may count more at another image than at the fixed ones. Then the radius there is smaller.
@@ -42,9 +39,8 @@ from lipcert.certifier._search import search
 from lipcert.certifier.anchored.chains import Link
 from lipcert.certifier.anchored.jacobians import Jacobians
 from lipcert.certifier.anchored.margin import Forms, RivalMargin, curvature_norms
-from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NormFinder, NormKey, NormOptions
-from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
+from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.walk import Curvature, FormNorms, Linearization
 from lipcert.graph import Node
 from lipcert.model import Model
@@ -71,8 +67,6 @@ _NEAR = 0.2
 _TRIALS = 12
 # Below this many floating-point operations for an image, all norms are computed.
 _WORTH = 1e11
-# Norms are chosen among those for this many times the limit on passes.
-_WIDER = 2.0
 # The largest number of classes for which deviations of the logits, which only order the rivals, may be loose.
 _CLASSES = 32
 
@@ -107,14 +101,6 @@ def worthwhile(plan: NormPlan, options: NormOptions) -> bool:
     return not options.deterministic and plan.work >= _WORTH
 
 
-def planned(network: Network, options: NormOptions) -> NormPlan:
-    """The norms of an anchored certificate: all, or those to choose from within ``passes``."""
-    plan = NormPlan(network, anchored_pairs(network), options.passes)
-    if plan.whole or not worthwhile(plan, options):
-        return plan
-    return NormPlan(network, anchored_pairs(network), options.passes, wider=_WIDER)
-
-
 def chosen(finder: NormFinder, *, quickly: bool = False) -> Choice:
     """Which norms count; those of quick norms only with ``quickly``.
 
@@ -126,14 +112,13 @@ def chosen(finder: NormFinder, *, quickly: bool = False) -> Choice:
         return Choice({}, None)
     trial = _Trial(finder)
     if not trial.valid:
-        return Choice(dict.fromkeys(finder.plan.beyond, math.inf), None)
+        return Choice({}, None)
     candidates = sorted(trial.candidates(), key=lambda one: one.worth)
     iterative = [one for one in candidates if one.iterative]
     tight, loose = (_tolerances(iterative, options.tolerance, factor) for factor in (_TIGHTER, _LOOSER))
     least = (1 - _SPENT) * trial.remaining(tight).clamp_min(0) - _UNSEEN
     quick = _fewer(trial, candidates, loose, trial.remaining(loose).clamp_max(0) - _TAKEN) if quickly else None
-    whole = _fewer(trial, candidates, tight, least)
-    return Choice(whole if finder.plan.whole else _limited(candidates, whole, finder.plan, options.tolerance), quick)
+    return Choice(_fewer(trial, candidates, tight, least), quick)
 
 
 def _fewer(
@@ -155,30 +140,6 @@ def _fewer(
             half = len(group) // 2
             groups += [group[half:], group[:half]]
     return effort
-
-
-def _limited(
-    candidates: list[Candidate], effort: dict[NormKey, float], plan: NormPlan, usual: float
-) -> dict[NormKey, float]:
-    """The same choice within the plan's limit on work: looser, and with further norms left to products."""
-    named = {one.key for one in candidates}
-    others = [pair for pair in plan.pairs if ("norm", *pair) not in named and not plan.network.affine_path(*pair)]
-    affordable = plan.limit - plan.work_of_links - sum(plan.work_of(*pair) for pair in others)
-    loosest = max(_LOOSEST, usual)
-
-    def cost(one: Candidate, looser: float) -> float:
-        if not one.iterative:
-            return one.cost
-        return one.cost * math.sqrt(usual / min(looser * effort.get(one.key, usual), loosest))
-
-    computed = [one for one in candidates if effort.get(one.key, usual) < math.inf]
-    while computed and sum(cost(one, math.inf) for one in computed) > affordable:
-        effort[computed.pop(0).key] = math.inf
-    looser = 1.0
-    while looser < loosest / _TIGHTEST and sum(cost(one, looser) for one in computed) > affordable:
-        looser *= 1.02
-    raised = {one.key: min(looser * effort.get(one.key, usual), loosest) for one in computed if one.iterative}
-    return effort | raised
 
 
 def _tolerances(candidates: list[Candidate], usual: float, factor: float) -> dict[NormKey, float]:

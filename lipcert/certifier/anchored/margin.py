@@ -168,7 +168,7 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
                 columns = {}
                 for a in stage.nonlinear[:place]:
                     # Remainders that are bounded entry by entry count with the columns of M G instead.
-                    if at.plan.whole and network.rules[a].sums and (a, u) not in at.plan.unconnected and a is not u:
+                    if network.rules[a].sums and (a, u) not in at.plan.unconnected and a is not u:
                         sizes = at.finder.formed_columns(a, v, number, part.values, form, part.norms)
                         if sizes is not None:
                             every_column = torch.full((len(unknown), sizes.shape[1]), math.inf, dtype=torch.float64)
@@ -210,7 +210,7 @@ class RivalMargin:
         self.margin = self.margin.masked_fill(at.uncertain, 0)
         self.slope = (l2_norm(at_source, 1) * (1 + SAFETY)).clamp_min(SMALLEST_NORMAL)
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
-        self.ray = Ray(at, at_source) if at.plan.whole and SECTORS * at.entries <= _ENTRIES else None
+        self.ray = Ray(at, at_source) if SECTORS * at.entries <= _ENTRIES else None
         self.fall = None if at.layer is None else at.layer.fall(at_source, self.slope, self.margin)
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:

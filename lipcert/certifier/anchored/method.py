@@ -82,7 +82,7 @@ from torch import Tensor
 
 from lipcert.bounds import each_entry
 from lipcert.certifier._search import search_each
-from lipcert.certifier.anchored.effort import chosen, planned, worthwhile
+from lipcert.certifier.anchored.effort import chosen, worthwhile
 from lipcert.certifier.anchored.layer import Layer
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
@@ -147,13 +147,13 @@ class Anchored:
         **options: Any,
     ):
         settings = NormOptions(**options)
-        merged = settings.passes is None and not isinstance(at, int)
+        merged = not isinstance(at, int)
         network = Network(model, at=at, graph=graph, merged=merged)
         # Behind a cut the contracted forms of kinks suffice, which have secants of their own.
         graph, kinks = (network.graph, {}) if isinstance(at, Node) else with_secants(network.graph)
         self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
-        plan = planned(network, settings)
-        self._quickly = eps is not None and not self.kinks and plan.whole and worthwhile(plan, settings)
+        plan = NormPlan(network, anchored_pairs(network))
+        self._quickly = eps is not None and not self.kinks and worthwhile(plan, settings)
         self.eps = eps if self._quickly or (not self.kinks and plan.work >= FULL) else None
         variants = 2 if self.kinks or self._quickly else 1
         self.finder = _finder(plan, settings, variants)
@@ -163,7 +163,7 @@ class Anchored:
         if self.kinks:
             widths = tuple(self.kinks.values())
             network = Network(model, at=at, graph=graph, widths=widths, merged=merged)
-            self.secant = _finder(NormPlan(network, anchored_pairs(network), settings.passes), settings, variants)
+            self.secant = _finder(NormPlan(network, anchored_pairs(network)), settings, variants)
 
     @property
     def network(self) -> Network:
@@ -216,15 +216,10 @@ def weighable(network: Network) -> int:
     return sum(2 + place for stage in network.stages for place in range(len(stage.nonlinear)))
 
 
-def rounds(plan: NormPlan) -> int:
-    """The number of rival classes for which contracted forms are used; one if passes are limited."""
-    return ROUNDS if plan.whole else 1
-
-
 def work_with_curvature(plan: NormPlan, weighings: int = 1) -> float:
     """An estimate of the floating-point operations for the norms of an image, with forms for ``weighings`` searches."""
     contracted = {u for v, rule in plan.network.rules.items() if rule.contracts for u in plan.network.operands(v)}
-    weighed = weighings * rounds(plan) * sum(plan.work_of(a, b) for a, b in plan.pairs if b in contracted)
+    weighed = weighings * ROUNDS * sum(plan.work_of(a, b) for a, b in plan.pairs if b in contracted)
     return plan.work + weighed
 
 
@@ -323,7 +318,7 @@ def _examined(
     untried, formed = torch.isfinite(allowed) & near, torch.zeros_like(near)
     possible = torch.ones_like(allowed[:, 0], dtype=torch.bool)
     sure = math.inf if eps is None else eps / (1 - SAFETY)  # forms are computed for radii up to this one
-    for round in range(rounds(at.plan) + 1):
+    for round in range(ROUNDS + 1):
         together = 1
         while True:
             tried = torch.where(untried, math.inf, allowed)
@@ -345,7 +340,7 @@ def _examined(
         if eps is not None:
             done |= FURTHER * least <= sure  # forms raise the radius toward this rival no further
         images = (~done).nonzero()[:, 0]
-        if round == rounds(at.plan) or not len(images):
+        if round == ROUNDS or not len(images):
             break
         for some, classes, toward in _toward(at, images, rivals[images], predicted, margins):
             allowed[some, classes] = toward.weighed(least[some], round)

@@ -63,8 +63,6 @@ class NormOptions:
         delta: the failure probability for each image, over the certifier's own random start vectors.
         tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
         seed: the seed of the start vectors.
-        passes: limits the cost of the norms to about this many forward passes; products of norms bound the others.
-            None computes all norms.
         rigor: ``"probabilistic"``, or ``"deterministic"`` to compute every Jacobian in full, for small networks.
 
     Raises:
@@ -74,7 +72,6 @@ class NormOptions:
     delta: float = 1e-9
     tolerance: float = 0.05
     seed: int = 0
-    passes: float | None = None
     rigor: str = "probabilistic"
 
     def __post_init__(self) -> None:
@@ -227,14 +224,13 @@ class NormFinder:
             norms.gains,
             links,
             self.network.rules,
-            [*plan.chained, *(pair for pair in plan.pairs if pair not in norms.gains)],
+            [pair for pair in plan.pairs if pair not in norms.gains],
             by.error_of,
             by.error_factor,
             through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
             bends=by.bends(plan.pairs),
             entries=self._entries(norms, len(values[self.network.source])),
             cuts=[stage.start for stage in self.network.stages],
-            proved=not plan.chained,
         )
         lost = {(a, b): written_error(a.entries, b.entries) * slack for (a, b), slack in norms.slack.items()}
         for pair, bound in norms.peaks.items():

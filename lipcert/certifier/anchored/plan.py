@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 
 from lipcert.certifier.anchored.chains import Pair, work
@@ -21,9 +20,6 @@ from lipcert.graph import Node
 # The usual number of passes for the norm of a single operation, and the cost of a norm without its passes, in
 # floating-point operations.
 _PASSES = 100
-# A wider plan includes the norms within stages up to this further multiple: products in place of these are so large
-# that no radius is left from which to choose.
-_INSIDE = 4.0
 
 
 def layerwise_pairs(network: Network) -> Iterator[Pair]:
@@ -65,14 +61,10 @@ class NormPlan:
     """The norms that are computed for every image.
 
     Attributes:
-        limit: the floating-point operations of ``passes``; ∞ without.
-        beyond: the kinds and pairs of the norms that are planned beyond the limit, because of ``wider``.
         pairs: the pairs (a, b) whose ‖G(a → b)‖ is computed.
         peaks: the pairs (a, b) for which the largest norm of a row of G(a → b), or of a block of rows, is computed too.
         unconnected: the requested pairs (a, b) for which b does not depend on a.
-        chained: the requested pairs that are bounded by products of other norms (:mod:`.chains`); empty without
-            ``passes``.
-        links: single operations whose norms are computed: factors of these products, and operations without bounds.
+        links: single operations whose norms are computed, because they have no bounds.
         loose: the pairs that products of other norms bound well enough.
         covered: the pairs (c, b) that products bound, because the pairs (x, b) say more: c is the start of the first
             stage, so no remainder arrives there, and ‖G(x → b)‖ ≤ ‖G(c → b)‖ ‖G(x → c)‖.
@@ -89,12 +81,9 @@ class NormPlan:
             in which its entries are consecutive.
     """
 
-    def __init__(self, network: Network, requested: Iterable[Pair], passes: float | None = None, wider: float = 1.0):
+    def __init__(self, network: Network, requested: Iterable[Pair]):
         self.network = network
-        self.whole = passes is None
         self._costs = {node: work([node]) for node in network.graph.nodes}
-        self.limit = math.inf if passes is None else passes * self.work_of_a_pass
-        self.beyond: list[tuple[str, Node, Node]] = []
         self.pairs: list[Pair] = []
         self.unconnected: set[Pair] = set()
         for a, b in dict.fromkeys(requested):
@@ -102,21 +91,17 @@ class NormPlan:
                 self.pairs.append((a, b))
             elif a is not b:
                 self.unconnected.add((a, b))
-        self.loose = self._features() if self.whole else frozenset()
-        self.covered = self._covered() if self.whole and not network.casts else frozenset()
+        self.loose = self._features()
+        self.covered = frozenset() if network.casts else self._covered()
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
-        self.chained: frozenset[Pair] = frozenset()
         self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
-        bounded = network.local.bounded if self.whole else network.local.close
-        self.links = [link for link in network.chains.unknown if not bounded(link)]
-        if passes is not None:
-            self._spend(wider)
-        summed = {v for v, rule in network.rules.items() if rule.sums and self.whole}
+        self.links = [link for link in network.chains.unknown if not network.local.bounded(link)]
+        summed = {v for v, rule in network.rules.items() if rule.sums}
         self.columns = [(v, u) for v, u in self.pairs if v in summed and network.affine_path(v, u)]
         self.ahead = {v: u for v, u in reversed(self.columns) if u not in network.outputs}
         self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
-        self.tokens = {v: size for v in network.rules if self.whole and (size := self._token(v))}
+        self.tokens = {v: size for v in network.rules if (size := self._token(v))}
         self.along = [(a, v) for v in self.tokens for a, b in self.pairs if b is network.operands(v)[0]]
 
     @property
@@ -128,14 +113,13 @@ class NormPlan:
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
         skipped = self.loose | self.covered
-        planned = (
+        return (
             sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in skipped)
             + sum(self.work_of(a, b, peak=True) for a, b in self.peaks if (a, b) not in self.covered)
             + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
             + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along if not self.covers(a, v))
+            + self.work_of_links
         )
-        links = self.work_of_links
-        return min(planned + links, max(self.limit, links))
 
     @property
     def memory(self) -> float:
@@ -146,11 +130,6 @@ class NormPlan:
             if (a, b) not in self.loose | self.covered and not self.network.affine_path(a, b)
         )
         return sum(8.0 * a.entries * b.entries for a, b in written if worth_writing(self.network, a, b))
-
-    @property
-    def work_of_a_pass(self) -> float:
-        """The same for a forward pass."""
-        return sum(self._costs.values())
 
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
         """The same for one norm, or with ``peak`` for the largest norm of a row."""
@@ -168,42 +147,6 @@ class NormPlan:
         """The same for one pass through the operations between two values."""
         return sum(self._costs[node] for node in self.network.replay.between(a, [b]))
 
-    def _spend(self, wider: float) -> None:
-        """Keeps the norms within ``wider`` times the limit, and moves the other pairs to ``chained``.
-
-        All methods rank the norms in the same order, and norms within stages come first. So for the same number of
-        passes a method with more pairs computes at least the norms of a method with fewer pairs.
-        """
-        network = self.network
-        inside = frozenset(layerwise_pairs(network))
-        starts = {stage.start for stage in network.stages}
-        ends = {stage.end for stage in network.stages}
-
-        def rank(pair: Pair) -> int:
-            a, b = pair
-            if pair in inside:
-                return 0 if network.affine_path(a, b) else 1 if a in starts else 2
-            return 5 if a in ends and b in starts else 4  # between cuts, products are used in any case
-
-        place = network.replay.position
-        order = [(rank(pair), self.work_of(*pair), place[pair[0]], place[pair[1]], False) for pair in self.pairs]
-        order += [
-            (3 if (a, b) in inside else 6, self.work_of(a, b, peak=True), place[a], place[b], True)
-            for a, b in self.peaks
-        ]
-        spent = self.work_of_links
-        affordable: dict[bool, list[Pair]] = {False: [], True: []}
-        for ranked, cost, start, end, peak in sorted(order):
-            spent += cost
-            if spent > wider * self.limit * (_INSIDE if wider > 1 and ranked < 3 else 1):
-                break
-            pair = network.graph.nodes[start], network.graph.nodes[end]
-            affordable[peak].append(pair)
-            if spent > self.limit:
-                self.beyond.append(("peak" if peak else "norm", *pair))
-        self.chained = frozenset(self.pairs) - set(affordable[False])
-        self.pairs, self.peaks = affordable[False], affordable[True]
-
     def _covered(self) -> frozenset[Pair]:
         network, c = self.network, self.network.stages[0].start
         others = frozenset(b for a, b in self.pairs if a is network.source and not network.affine_path(c, b))
@@ -211,7 +154,7 @@ class NormPlan:
 
     def by_products(self, a: Node, u: Node) -> bool:
         """Whether products of other norms bound ‖M G(a → u)‖."""
-        return (a, u) in self.chained or (a, u) in self.covered
+        return (a, u) in self.covered
 
     def covers(self, a: Node, v: Node) -> bool:
         """Whether the pair (a, u) is covered, u the operand of v."""

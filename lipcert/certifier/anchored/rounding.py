@@ -31,9 +31,7 @@ Once all assumptions hold, all bounds are proved by induction over the length of
     Δ_u = G(x → u) δ + Σ_v G(v → u) R_v − Σ_w G(w → u) e_w,
 
 that is by at most ν_u = Σ_w g(w → u) ‖e_w‖ more than without rounding. Remainder rules are made at the computed values
-and get bounds on all of Δ. With ``passes``, many g are products of norms, ν is large, and terms of size ν² g exceed the
-margins of deep networks. There ν is set to 0, and the effect of rounding on the values is checked rather than proved
-(:mod:`lipcert.certifier._nominal`).
+and get bounds on all of Δ.
 
 **Margins.** The computed gradients p satisfy p_o = Σ_w J_woᵀ p_w + f_o with ‖f_o‖ ≤ Σ_w κ_wo ‖p_w‖. Summing ⟨p_w, Δ_w⟩
 over all operations and applying the recursion of Δ gives exactly
@@ -103,12 +101,6 @@ class OperationRounding:
     def bounded(self, link: Link) -> bool:
         """Whether the norm of an operation is bounded here; otherwise it must be computed."""
         return link.isometric or (len(link.path) == 1 and self.answers[link.node] is not None)
-
-    def close(self, link: Link) -> bool:
-        """Whether this bound is nearly the norm, as for entrywise functions, so that none need be computed."""
-        answer = self.answers[link.node]
-        direct = isinstance(answer, Jacobian) and (answer.absolute is not None or answer.norm is not None)
-        return direct and self.bounded(link)
 
     @torch.no_grad()
     def __call__(self, values: Mapping[Node, Tensor], norms: Mapping[Link, Tensor] = MappingProxyType({})) -> Errors:
@@ -356,7 +348,6 @@ def rounded(
     bends: Mapping[Pair, Node] = MappingProxyType({}),
     entries: Mapping[Pair, Entered] = MappingProxyType({}),
     cuts: Iterable[Node] = (),
-    proved: bool = True,
 ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
     """Adds bounds on the rounding errors to computed norms, as described at the head of this file."""
     chains, operations = local.chains, local(values, links)
@@ -390,8 +381,6 @@ def rounded(
     for v in starts:  # a rule computes norms of its operands from the computed values
         for u in {*v.operands} & off.keys():
             off[u] = off[u] + gamma(8 * u.shape[-1] if u.shape else 0) * lengths(values[u])
-    if not proved:  # products of norms make ν² too large; the nominal values are checked instead
-        off = {node: torch.zeros_like(value) for node, value in off.items()}
     added = {pair: torch.cat([one[pair] for one in slack]) for pair in pairs}
     whole = {pair: torch.cat([one[pair] for one in bounds]) for pair in pairs}
     for pair, norm in gains.items():
