@@ -87,7 +87,7 @@ def _met(monkeypatch):
 CASES = {
     "anchored": (vit, "anchored", "real"),
     "lofast": (vit, "lofast", "real"),
-    "secants": (lambda: vit("project"), "anchored", "real"),
+    "kinks": (lambda: vit("project"), "anchored", "real"),
     "anchored, float32": (vit, "anchored", "float32"),
     "lofast, float32": (vit, "lofast", "float32"),
     "local": (convolutions, "local", "real"),

@@ -124,7 +124,7 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
         walk = wide.at.walk(eps[index], curved, sector=sector(wide.ray, eps[index], numbers))
         left = one.in_sectors(eps, norms, forms)
         nodes = list(network.rules)
-        targets = [u for v in nodes for u in v.operands if u not in network.widths]
+        targets = [u for v in nodes for u in v.operands]
         values = {node: value[index] for node, value in at.values.items()}
         for seed in range(4):
             along, length, other = parts(one, eps, seed)

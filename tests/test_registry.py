@@ -103,7 +103,6 @@ def test_the_table_of_operations_is_what_the_registry_says() -> None:
     table = "".join(row for row in rows if not row.startswith("| (your own) |"))
     assert page.endswith("\n\n" + table), "write the output of lipcert.bounds.coverage() to the end of the page"
     assert "| attention | softmax |  | yes | yes | yes |" in table
-    assert "| activation | relu | yes | with secants | yes | yes |" in table
+    assert "| activation | relu | yes | yes | yes | yes |" in table
     assert "| arithmetic | mul | yes | yes, or linear | yes | yes |" in table
     assert "| structure | flip | yes | linear |  | yes |" in table
-    assert "secant_relu" not in table

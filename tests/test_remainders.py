@@ -18,9 +18,8 @@ from lipcert.bounds import NoAnswer, Remainder, remainder_of
 from lipcert.bounds._kinks import beyond
 from lipcert.bounds._registry import answers, key_of
 from lipcert.bounds._remainder import Smooth
-from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu, secant_relu
+from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown, _odds
-from lipcert.certifier.anchored.secants import with_secants
 from lipcert.graph import Node, capture, needed
 from lipcert.graph._graph import run
 from lipcert.numerics import at_most
@@ -34,8 +33,7 @@ from lipcert.surgery import (
     SmoothProject,
 )
 
-SECANTS = {secant.function for secant in answers("secant").values()}
-REMAINDERS = {op: rule for op, rule in answers("remainder").items() if op not in SECANTS}
+REMAINDERS = answers("remainder")
 RADII = [1e-6, 1e-3, 0.1, 1.0, 10.0]
 POINTS = 6
 
@@ -546,176 +544,6 @@ def test_products_with_the_jacobian_as_the_certificates_take_them(key, index):
     base = tuple(value + 0.01 for value in site.nominal)
     _, expected = torch.func.jvp(torch.vmap(one), base, moved)
     torch.testing.assert_close(product, expected)
-
-
-# Secants -------------------------------------------------------------------------------------------------------------
-
-WIDTHS = torch.tensor([[0.0], [1e-3], [0.2], [1.0], [3.0], [30.0]], dtype=torch.float64)
-KINKED = {
-    "relu": (F.relu, (1, 7)),
-    "relu by name": (lambda x: torch.relu(input=x), (1, 7)),
-    "leaky_relu": (lambda x: F.leaky_relu(x, 0.2), (1, 7)),
-    "leaky_relu steep": (lambda x: F.leaky_relu(x, negative_slope=3.0), (1, 7)),
-    "project": (projection(LayerProject, 1.5), (1, 3, 6)),
-    "project, one token": (projection(LayerProject, 4.0), (1, 1, 6)),
-    "project, channels first": (projection(LayerProject, 2.0, channels_first=True), (1, 6, 2)),
-    "project, not centred": (projection(RmsLayerProject, 2.0), (1, 2, 6)),
-}
-
-
-class SecantSite(Site):
-    """A kink linearised with secants: POINTS nominal points, or the same six times for ``width``, see WIDTHS."""
-
-    def __init__(self, name):
-        function, shape = KINKED[name]
-        module = function if isinstance(function, nn.Module) else Function(function)
-        graph = needed(capture(module.eval(), seeded(*shape), whole=lambda part: type(part) in REMAINDERS))
-        graph, widths = with_secants(graph)
-        assert len(widths) == 1
-        self.node, self.plain = graph.output, next(iter(widths))
-        scales = torch.tensor([0.0, 1e-3, 0.3, 1.0, 1.6, 4.0], dtype=torch.float64)
-        self.positions, self.distinct = [0], [graph.input]
-        self.nominal = [scales.reshape(-1, *[1] * len(shape)) * seeded(POINTS, *shape, seed=7)]
-
-    def at(self, width):
-        """The rule for one width at all points."""
-        self.width = width.expand(POINTS, 1)
-        self.result = self.function()(self.nominal[0])
-        self.size = 1 + self.result.abs().amax()
-        self.rule = answers("remainder")[self.node.op](self.node, [self.nominal[0], self.width], self.result)
-        return self.rule
-
-    def function(self):
-        rest = self.node.args[2:]
-        one = torch.vmap(lambda x, width: self.node.function(x, width, *rest))
-        return lambda x: one(x, repeated(self.width, x))
-
-    def remainder(self, deltas):
-        function, nominal = self.function(), repeated(self.nominal[0], deltas[0])
-        base, linear = torch.func.jvp(function, (nominal,), tuple(deltas))
-        return function(nominal + deltas[0]) - base - linear
-
-
-@pytest.mark.parametrize("name", KINKED)
-def test_secants_change_derivatives_alone(name):
-    site = SecantSite(name)
-    for width in WIDTHS:
-        site.at(width)
-        plain = torch.stack([run((site.plain,), {site.distinct[0]: x})[site.plain] for x in site.nominal[0]])
-        torch.testing.assert_close(site.result, plain, rtol=1e-12, atol=1e-12)
-    site.at(WIDTHS[0])
-    moved = (seeded(*site.nominal[0].shape, seed=9),)
-    _, exact = torch.func.jvp(torch.vmap(lambda x: run((site.plain,), {site.distinct[0]: x})[site.plain]),
-                              tuple(site.nominal), moved)  # fmt: skip
-    _, secant = torch.func.jvp(site.function(), tuple(site.nominal), moved)
-    torch.testing.assert_close(secant[1:], exact[1:], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", KINKED)
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_remainder_of_a_secant(name, share):
-    site = SecantSite(name)
-    for width in WIDTHS:
-        rule = site.at(width)
-        entrywise = rule.entrywise
-        g = seeded(*site.result.shape, seed=3)
-        directions = (g, -g, g.abs(), -g.abs())
-        for rho in RADII[::2]:
-            peak = share * rho if entrywise else rho
-            given = [torch.full((POINTS,), v, dtype=torch.float64) for v in ((rho, peak) if entrywise else (rho,))]
-            norm, inner = rule.norm(given), [rule.against(d)(given) for d in directions]
-            slack = 1e-13 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-            for rest, _ in site.ascent(norms, [rho], 4, cut_to(peak)):
-                assert bool((norms(rest).reshape(-1, POINTS) <= norm * (1 + 1e-9) + slack).all()), (width, rho)
-                for d, most in zip(directions, inner, strict=True):
-                    inside = against(d)(rest).reshape(-1, POINTS)
-                    assert bool((inside <= most * (1 + 1e-9) + slack).all()), (width, rho)
-
-
-@pytest.mark.parametrize("name", KINKED)
-def test_secant_rules_increase_with_rho(name):
-    site = SecantSite(name)
-    grid = torch.logspace(-7, 2, 60, dtype=torch.float64)
-    for width in WIDTHS:
-        rule = site.at(width)
-        for answer in (rule.norm, rule.against(seeded(*site.result.shape, seed=3))):
-            values = torch.stack([answer([rho.expand(POINTS)]) for rho in grid])
-            assert bool(torch.isfinite(values).all())
-            assert bool((values[1:] >= values[:-1] * (1 - 1e-12)).all())
-
-
-def tokens_within(rule, delta, token, together, most):
-    """The deviation with what is along tokens cut to a largest entry, and then to a norm."""
-    parts = delta.reshape(len(delta), -1, token)
-    units = repeated(rule.units, delta).reshape(parts.shape)
-    moved = (parts * units).sum(-1)
-    kept = moved.clamp(-most, most)
-    kept = kept * (together / kept.norm(dim=1, keepdim=True).clamp_min(1e-300)).clamp_max(1)
-    return (parts + (kept - moved)[..., None] * units).reshape(delta.shape)
-
-
-def attack_tokens(site, rule, share):
-    """No deviation of norm ρ whose tokens move little along themselves leaves the linearisation by more."""
-    token = rule.token(site.node)
-    g = seeded(*site.result.shape, seed=3)
-    along = rule.units.reshape(g.shape)
-    directions = (g, -g, along, -along)
-    for rho in RADII[::2]:
-        together, peak = share * rho, 0.8 * share * rho
-        given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, together, peak)]
-        norm, inner = rule.norm(given), [rule.against(d)(given) for d in directions]
-        assert bool((norm <= rule.norm(given[:1]) * (1 + 1e-12)).all())
-        slack = 1e-13 * (site.size + rho) * (1 + g.flatten(1).norm(dim=1))
-        cut = lambda deltas, t=together, p=peak: [tokens_within(rule, deltas[0], token, t, p)]  # noqa: E731
-        for objective in (norms, *map(against, directions[1:])):
-            for rest, _ in site.ascent(objective, [rho], 3, cut):
-                assert bool((norms(rest).reshape(-1, POINTS) <= norm * (1 + 1e-9) + slack).all()), rho
-                for d, most in zip(directions, inner, strict=True):
-                    inside = against(d)(rest).reshape(-1, POINTS)
-                    assert bool((inside <= most * (1 + 1e-9) + slack).all()), rho
-
-
-TURNED = [(key, index) for key, index in NAMED if overrides(REMAINDERS[key], "token")]
-
-
-@pytest.mark.parametrize(("key", "index"), TURNED, ids=lambda value: getattr(value, "__name__", str(value)))
-@pytest.mark.parametrize("share", [0.1, 1.0])
-def test_rules_with_a_bound_along_tokens(key, index, share):
-    site = site_at(key, index)
-    if not site.rule.token(site.node):
-        pytest.skip("its tokens do not lie one behind the other")
-    attack_tokens(site, site.rule, share)
-
-
-@pytest.mark.parametrize("name", ["project", "project, one token", "project, not centred"])
-@pytest.mark.parametrize("share", [0.1, 1.0])
-def test_secants_with_a_bound_along_tokens(name, share):
-    site = SecantSite(name)
-    for width in WIDTHS[1:5]:
-        attack_tokens(site, site.at(width), share)
-
-
-def test_tokens_that_keep_their_length_keep_their_side():
-    """At a distance of half the deviation from the kink, which is all in other directions: no kink is crossed."""
-    node = type(
-        "Node", (), {"args": (), "kwargs": {}, "shape": (1, 4, 8), "function": RmsLayerProject(8, 9.5).double()}
-    )()
-    x = torch.zeros(1, 1, 4, 8, dtype=torch.float64)
-    x[..., 0] = 10.0
-    rule = REMAINDERS[RmsLayerProject](node, [x], node.function(x))
-    rho, still = torch.ones(1, dtype=torch.float64), torch.full((1,), 0.01, dtype=torch.float64)
-    assert rule.token(node) == 8
-    assert rule.norm([rho]).item() > 0.5
-    assert rule.norm([rho, still, still]).item() < 0.1
-
-
-def test_a_secant_halves_what_a_kink_leaves():
-    node = type("Node", (), {"args": (), "kwargs": {}})()
-    rho = [torch.ones(1, dtype=torch.float64)]
-    at_kink = torch.zeros(1, 1, dtype=torch.float64)
-    halved = answers("remainder")[secant_relu](node, [at_kink, torch.ones(1, 1, dtype=torch.float64)], at_kink)
-    assert halved.norm(rho).item() == pytest.approx(0.5)
-    assert REMAINDERS["relu"](node, [at_kink], at_kink).norm(rho).item() == pytest.approx(1.0)
 
 
 # Constants -----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,6 @@ class Rule:
         schur: bounds on the matrix of such a call. Registered by :func:`rule`. Without one, its norm is computed.
         remainder: the distance of the operation from its linearisation: a subclass of
             :class:`~lipcert.bounds.Remainder`. Registered by :func:`~lipcert.bounds.remainder`.
-        secant: a linearisation with secant slopes at kinks. Registered by :func:`secant`.
         jacobian: bounds on the Jacobian at values computed in float64. Registered by :func:`jacobian`. Without one, the
             norm of an operation with a remainder is computed separately.
         rounding: the rounding errors of the deployed operation, shape (N, *node.shape). ``rounding(node, operands, fmt)
@@ -68,25 +67,10 @@ class Rule:
     linear: Callable[[Node], bool] | None = None
     schur: Schur | None = None
     remainder: type[Any] | None = None
-    secant: Secant | None = None
     jacobian: Jacobian | None = None
     rounding: Callable[..., Any] | None = None
     # The methods of a module class at the time each answer was registered.
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True)
-class Secant:
-    """A linearisation of an operation with secants.
-
-    Attributes:
-        function: the operation, with the slope of the secant as its derivative. It takes the operand, the width, and
-            the remaining arguments. It has its own remainder, whose second operand is the width, shape (N, 1).
-        rest: returns the arguments after the operand and the width.
-    """
-
-    function: Callable[..., Any]
-    rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()
 
 
 @dataclass(frozen=True)
@@ -184,16 +168,6 @@ def box(*targets: Any, inactive: bool = False) -> Callable[[Answer], Answer]:
     return register
 
 
-def secant(*targets: Any, rest: Callable[[Node], tuple[Any, ...]] = lambda node: ()) -> Callable[[Answer], Answer]:
-    """Registers a variant of an operation with secant slopes. Register its remainder separately with ``@remainder``."""
-
-    def register(function: Answer) -> Answer:
-        _register("secant", targets, Secant(function, rest))
-        return function
-
-    return register
-
-
 def jacobian(
     *targets: Any,
     absolute: float | None = None,
@@ -251,13 +225,11 @@ def coverage() -> str:
     """A Markdown table of the answers for each operation, one row per operation, sorted by family and name."""
     rows = []
     for key, rule in RULES.items():
-        if rule.lipschitz is None:  # the secant variants of other operations
-            continue
         package, _, family = rule.lipschitz.__module__.rpartition(".")
         family = family if package == "lipcert.bounds.rules" else "(your own)"
         name = key if isinstance(key, str) else key.__name__
         left_out = "linear" if rule.linear is not None and rule.remainder is None else ""
-        left_out = left_out or ("with secants" if rule.secant else "yes" if rule.remainder else "")
+        left_out = left_out or ("yes" if rule.remainder else "")
         left_out = f"{left_out}, or linear" if rule.linear is not None and rule.remainder is not None else left_out
         rows.append(
             (

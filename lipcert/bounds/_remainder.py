@@ -50,7 +50,6 @@ class Remainder(ABC):
         sums: the rule defines :meth:`total`.
         contracts: the rule defines :meth:`contracted`.
         has_kinks: the operation has kinks, near which R is as large as the deviation.
-        units: the unit vectors of the tokens, in the shape of the operand, where :meth:`token` is not 0.
 
     Args:
         node: the captured operation.
@@ -66,7 +65,6 @@ class Remainder(ABC):
     sums: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
     has_kinks: ClassVar[bool] = False
-    units: Tensor
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):  # noqa: B027
         """Keeps what the bounds need of the nominal values."""
@@ -79,15 +77,6 @@ class Remainder(ABC):
         appended to the ``rho`` of all answers.
         """
         return int(cls.entrywise)
-
-    @classmethod
-    def token(cls, node: Node) -> int:
-        """The number of consecutive entries of a token of the operand, if the rule uses bounds on tokens; 0 if not.
-
-        If bounds are known on ⟨unit_t, δ_t⟩, the deviations of the tokens along their unit vectors, two are appended to
-        the ``rho`` of all answers: on the norm over all tokens, and on the largest absolute value.
-        """
-        return 0
 
     def only(self, index: Tensor) -> Self | None:
         """The rule at the images with the given indices, for rules that take long to make; None to make it anew."""
@@ -103,7 +92,7 @@ class Remainder(ABC):
 
         Args:
             rho: upper bounds on the norms of the deviations of the operands, each of shape (N,), followed by the bounds
-                for :meth:`block` or :meth:`token` where they are known.
+                for :meth:`block` where they are known.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from lipcert.norms._conv import conv_norm, conv_transpose_norm
 from lipcert.norms._dense import dense_norm
-from lipcert.norms._explicit import explicit_norm, explicit_row_norms, explicit_rows, row_norms, written_row_norms
+from lipcert.norms._explicit import explicit_norm, explicit_row_norms, row_norms, written_row_norms
 from lipcert.norms._gram import gram_norm
 from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm, start_vectors
 from lipcert.norms._padded import Border, padded_conv_norm

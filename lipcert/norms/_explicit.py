@@ -64,17 +64,6 @@ def written_row_norms(
     return torch.cat(norms, 1) * (1 + 1e-9)
 
 
-def explicit_rows(
-    adjoint: Product, images: int, size: int, *, device: torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """Deterministic upper bounds on the norm and the largest row norm of each J_n, from the same ``size`` products."""
-    unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
-    rows = torch.cat([adjoint(part).flatten(2) for part in unit.split(_TOGETHER)])
-    longest = l2_norm(rows, 2).amax(0) * (1 + 1e-9)
-    norms = torch.tensor([_norm(matrix) for matrix in rows.unbind(1)], dtype=torch.float64, device=device)
-    return norms, longest
-
-
 def row_norms(
     product: Product,
     images: int,

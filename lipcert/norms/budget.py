@@ -9,7 +9,7 @@ k-th, A_k its operator. If A_k is independent of X_k, P(norm k is too small) ≤
 if one of its norms is too small, so with probability at most Σ_k charge_k. These events may depend on each other:
 several operators may even share one vector, if none of them depends on it and each is charged.
 
-**Adaptivity.** Some operators depend on earlier norms, through weights, widths of secants or the next radius to try.
+**Adaptivity.** Some operators depend on earlier norms, through weights or the next radius to try.
 Whether a norm is requested at all can depend on them too. Let F be everything that was drawn for other keys. X_k is
 independent of F, and A_k and the decision to request norm k are functions of F. So P(norm k is requested and too
 small) = E[1{requested} P(too small | F)] ≤ charge_k. This needs a vector that no other operator of the image depends

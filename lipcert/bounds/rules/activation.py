@@ -20,12 +20,11 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._kinks import Kinked, KinkedEntries
-from lipcert.bounds._registry import COUNTED, Call, NoAnswer, box, jacobian, rounding, rule, secant
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import (
     Against,
     Contracted,
     Form,
-    Remainder,
     Smooth,
     each_entry,
     per_image,
@@ -33,7 +32,6 @@ from lipcert.bounds._remainder import (
     smooth,
 )
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
-from lipcert.bounds._secants import Bend, eta
 from lipcert.bounds._value import Origin, Value, largest
 from lipcert.graph import Node
 from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, l2_norm
@@ -326,36 +324,6 @@ class Rectifier(KinkedEntries):
         return Contracted((form,), bound, (constant,), linear.reshape(direction.shape))
 
 
-@secant("relu")
-def secant_relu(z: Tensor, width: Tensor) -> Tensor:
-    """max(z, 0) with the slope (1 + z/w)/2 for |z| < w."""
-    far = eta(z.abs(), width)
-    slope = torch.where(z > 0, 1 - far, far).detach()
-    return torch.relu(z).detach() + slope * (z - z.detach())
-
-
-@remainder(secant_relu)
-class SecantRelu(Remainder):
-    """ReLU with secants (lipcert.bounds._secants): the slope changes by 1 at the kink."""
-
-    entrywise = True
-    jump = 1.0
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        z, width = operands
-        self.bend = Bend(per_image(z).abs(), per_image(width))
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return abs(self.jump) * self.bend.norm(rho[0], rho[-1][:, None])
-
-    def against(self, direction: Tensor) -> Against:
-        g = self.jump * per_image(direction)
-        return lambda rho: self.bend.against(g, rho[0], rho[-1][:, None])
-
-
-jacobian(secant_relu, absolute=0.0)(of_entries)
-
-
 @rule(F.leaky_relu)
 def leaky_relu(call: Call, x: Value, negative_slope: float = 0.01, inplace: bool = False) -> Value:
     """Slopes 1 and ``negative_slope``."""
@@ -389,28 +357,6 @@ class LeakyRectifier(Rectifier):
         slope = arguments(node).get("negative_slope", 0.01)
         self.slope = abs(1 - float(slope))
         self.bends = 1 if slope <= 1 else -1
-
-
-def _negative_slope(node: Node) -> tuple[float]:
-    return (float(arguments(node).get("negative_slope", 0.01)),)
-
-
-@secant("leaky_relu", rest=_negative_slope)
-def secant_leaky_relu(z: Tensor, width: Tensor, negative_slope: float) -> Tensor:
-    """negative_slope · z + (1 − negative_slope) max(z, 0), with the secant slope for the maximum."""
-    return negative_slope * z + (1 - negative_slope) * secant_relu(z, width)
-
-
-@remainder(secant_leaky_relu)
-class SecantLeakyRelu(SecantRelu):
-    """The slope changes by 1 − negative_slope."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(node, operands, result)
-        self.jump = 1 - node.args[2]
-
-
-jacobian(secant_leaky_relu, absolute=0.0)(of_entries)
 
 
 @rounding("leaky_relu")

@@ -16,7 +16,7 @@ Read the modules in this order:
 - :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
 
 They use :mod:`.gradients` (autograd through a part of the network), :mod:`.chains` (products of norms as bounds),
-:mod:`.matrices` and :mod:`.written` (Jacobians as matrices), :mod:`.secants` (secant slopes at kinks) and
+:mod:`.matrices` and :mod:`.written` (Jacobians as matrices), and
 :mod:`.rounding` (rounding errors of the certifier's own numbers in float64). :mod:`lipcert.certifier._search` searches
 for radii.
 """

@@ -46,7 +46,7 @@ _WEIGHINGS = 1 + len(_SHARES)
 
 
 class DeployedAnchored:
-    """The anchored certificate of ``model.to(dtype)(images.to(dtype))``, without secants.
+    """The anchored certificate of ``model.to(dtype)(images.to(dtype))``.
 
     Args:
         model: the model in float64, with the weights of the artifact.

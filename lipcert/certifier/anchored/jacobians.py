@@ -23,7 +23,6 @@ from lipcert.norms import (
     Draw,
     explicit_norm,
     explicit_row_norms,
-    explicit_rows,
     lanczos_error,
     lanczos_norm,
     row_norms,
@@ -599,22 +598,6 @@ class Jacobians:
         if draw is None:
             return explicit_row_norms(jacobian.adjoint, len(values[b]), rows, device=values[b].device)
         return row_norms(jacobian.adjoint, 1, rows, draw=draw, probes=_COLUMN_PROBES, device=values[b].device)
-
-    def along(self, a: Node, u: Node, values: Values, units: Tensor, token: int) -> Tensor:
-        """Upper bounds on ‖D G(a → u)‖ and on the largest norm of its rows, shape (N, 2).
-
-        Row t of D has the unit vector of token t of u, from ``units``, at the entries of that token, and 0 elsewhere.
-        So ‖D‖ ≤ 1. D G may be much smaller than G, while the products have errors of about 1e-14 ‖G‖.
-        """
-        rows, images = u.entries // token, len(units)
-        together = max(1, min(images, _MOST // (rows * a.entries)))
-        once = units.new_ones(images)
-        form = Form(lambda moved, unit: (moved * unit).reshape(len(unit), -1, token).sum(2), (units,), once, once)
-        norms = []
-        for i, part in _parts(values, images, together):
-            jacobian = self.operator(a, u, part, several=True, form=form.only(slice(i, i + together)))
-            norms.append(torch.stack(explicit_rows(jacobian.adjoint, len(part[a]), rows, device=units.device), 1))
-        return torch.cat(norms)
 
 
 def written_error(columns: int, rows: int) -> float:

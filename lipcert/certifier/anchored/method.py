@@ -47,11 +47,6 @@ margin is bounded in each: see :mod:`.ray`. Within a sector all that is said her
 **Entries.** Entry i of a value u moves by at most the sum above with the norms of row i of G(x → u) and of the
 G(v → u). Smooth activations have a small remainder where that is small (:meth:`.walk._StageWalk.each`).
 
-**Secants.** The identities hold for any linear map in place of the Jacobian of an operation, with R_v the difference
-from that map. At kinks, slopes between the two sides have smaller remainders (:mod:`lipcert.bounds._secants`).
-The width of the secants follows from the radius with Jacobians. The larger of the two radii counts; each uses half of
-the failure probability.
-
 **Kinks in forms.** The form of a ReLU has a linear term: −⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² + ⟨b, δ⟩ + c. It is that of a secant
 for every entry that can lose some of the margin m_j, with its own width. The terms ⟨b, δ⟩ of all operations are
 subtracted from the margin, so they change its gradients and no norm (:class:`.margin.RivalMargin`). Max and min of two
@@ -80,7 +75,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds import each_entry
 from lipcert.certifier._search import search_each
 from lipcert.certifier.anchored.effort import chosen, worthwhile
 from lipcert.certifier.anchored.layer import Layer
@@ -89,7 +83,6 @@ from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
 from lipcert.certifier.anchored.ray import SECTORS
-from lipcert.certifier.anchored.secants import with_secants
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization
 from lipcert.graph import Graph, Node
 from lipcert.model import Model
@@ -106,19 +99,13 @@ FULL = 4e9
 _SEARCHED = 50
 # A verdict at more than this multiple of the radius from quick norms is left open: all norms and forms do not reach it.
 _HOPELESS = 4.0
-# The width of a secant is this multiple of the deviation within the radius without secants, because the radius with
-# secants is larger.
-_WIDENED = 1.5
 
 
 class Anchored:
     """The anchored certificate of one model.
 
     Attributes:
-        finder: computes the norms of the network linearised with its Jacobians.
-        secant: computes those of the network with secants at kinks (lipcert.bounds._secants), with half of ``delta``;
-            None for a network without kinks.
-        kinks: the operations with secants, and the nodes for their widths.
+        finder: computes the norms.
         quick: computes the quick norms, before a verdict at ``eps``; None if they are not used, or not yet chosen.
         layer: the last layer before the perturbed value; None if nothing is known of it.
 
@@ -127,8 +114,7 @@ class Anchored:
         at: the perturbed value: None for the pixels, the path of a module for its output, the index of a stage for its
             start, or a node of ``graph``. ε is measured there; values that do not depend on it stay nominal.
         eps: stops at a verdict at this ε: a radius above it may be smaller than the full one, and so may one below it
-            where no certificate at ε is possible. Ignored for networks with kinks or with few norms. By default all
-            radii are full.
+            where no certificate at ε is possible. Ignored for networks with few norms. By default all radii are full.
         graph: the captured network; by default the model is captured.
         **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
@@ -147,23 +133,14 @@ class Anchored:
         **options: Any,
     ):
         settings = NormOptions(**options)
-        merged = not isinstance(at, int)
-        network = Network(model, at=at, graph=graph, merged=merged)
-        # Behind a cut the contracted forms of kinks suffice, which have secants of their own.
-        graph, kinks = (network.graph, {}) if isinstance(at, Node) else with_secants(network.graph)
-        self.kinks = kinks if kinks.keys() & network.rules.keys() else {}  # those before ``at`` do not count
+        network = Network(model, at=at, graph=graph, merged=not isinstance(at, int))
         plan = NormPlan(network, anchored_pairs(network))
-        self._quickly = eps is not None and not self.kinks and worthwhile(plan, settings)
-        self.eps = eps if self._quickly or (not self.kinks and plan.work >= FULL) else None
-        variants = 2 if self.kinks or self._quickly else 1
-        self.finder = _finder(plan, settings, variants)
+        self._quickly = eps is not None and worthwhile(plan, settings)
+        self.eps = eps if plan.work >= FULL else None
+        spare = ROUNDS * weighable(network)
+        self.finder = NormFinder(network, plan, settings, variants=2 if self._quickly else 1, spare=spare)
         self.quick: NormFinder | None = None
-        self.secant: NormFinder | None = None
         self.layer: Layer | None = None
-        if self.kinks:
-            widths = tuple(self.kinks.values())
-            network = Network(model, at=at, graph=graph, widths=widths, merged=merged)
-            self.secant = _finder(NormPlan(network, anchored_pairs(network)), settings, variants)
 
     @property
     def network(self) -> Network:
@@ -175,18 +152,14 @@ class Anchored:
         return self.finder.plan
 
     @property
-    def _finders(self) -> list[NormFinder]:
-        return [self.finder] if self.secant is None else [self.finder, self.secant]
-
-    @property
     def count(self) -> int:
         """The number of norms per image."""
-        return sum(finder.plan.count for finder in self._finders)
+        return self.plan.count
 
     @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
-        return sum(work_with_curvature(finder.plan) for finder in self._finders)
+        return work_with_curvature(self.plan)
 
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
@@ -200,15 +173,6 @@ class Anchored:
         layer = None if self.layer is None else self.layer.at(images)
         at = Linearization(self.quick or self.finder, images, progress, ledger=ledger, layer=layer)
         return Anchor(self, at, progress)
-
-
-def _largest(rho: list[Tensor]) -> Tensor:
-    """A bound on the deviation of any entry, shape (N, 1)."""
-    return each_entry(rho).amax(1, keepdim=True)
-
-
-def _finder(plan: NormPlan, options: NormOptions, variants: int) -> NormFinder:
-    return NormFinder(plan.network, plan, options, variants=variants, spare=ROUNDS * weighable(plan.network))
 
 
 def weighable(network: Network) -> int:
@@ -264,16 +228,7 @@ class Anchor:
         at = self.linearization
         if self.method.quick is not None and self.method.eps is not None:
             return self._verdict(self.method.eps, predicted, margins, limit)
-        best, _ = _examined(at, predicted, margins, limit, self.method.eps)
-        if self.method.secant is None:
-            return best
-        moved = at.walk(best).operands
-        unmoved = [torch.zeros_like(best)]  # operations before the perturbed value
-        # The widths depend on the norms so far, so the norms with secants need start vectors of their own.
-        ledger = at.norms.ledger.part("secant")
-        widths = {leaf: _WIDENED * _largest(moved.get(v, unmoved)) for v, leaf in self.method.kinks.items()}
-        secant = Linearization(self.method.secant, at.images[:, 0], widths=widths, ledger=ledger)
-        return torch.maximum(best, linearized_radius(secant, predicted, margins, limit))
+        return _examined(at, predicted, margins, limit, self.method.eps)[0]
 
     def _verdict(self, eps: float, predicted: Tensor, margins: Tensor, limit: int | None) -> Tensor:
         """Radii from the quick norms, and from all norms where these leave the verdict at ε open."""

@@ -99,10 +99,9 @@ class Network:
         at: str | int | Node | None = None,
         casts: bool = False,
         graph: Graph | None = None,
-        widths: tuple[Node, ...] = (),
         merged: bool = False,
     ):
-        self.model, self.widths, self.casts = model, widths, casts
+        self.model, self.casts = model, casts
         example = an_image(model)
         if graph is None:  # ``at`` may name a value inside a form
             graph = prepared(recorded(model, casts=casts), model, forms=not casts and at is None, casts=casts)
@@ -123,7 +122,7 @@ class Network:
         self.head = self._head()
         self.chains = Chains(self.replay, self.source)
         self.local = OperationRounding(self.chains)
-        if not widths and not casts and self.graph.output not in _CHECKED:
+        if not casts and self.graph.output not in _CHECKED:
             self._check_derivatives(example)
             _CHECKED.add(self.graph.output)
 
@@ -268,8 +267,8 @@ class Network:
         return [self.graph.output, *([self.head[0]] if self.head is not None else [])]
 
     def operands(self, node: Node) -> list[Node]:
-        """The roots of the values that an operation reads, without the widths of secants."""
-        return [self.root(operand) for operand in node.operands if operand not in self.widths]
+        """The roots of the values that an operation reads."""
+        return [self.root(operand) for operand in node.operands]
 
     def root(self, node: Node) -> Node:
         """The value of which ``node`` is a rearrangement."""
@@ -303,10 +302,9 @@ class Network:
         """Whether b is an affine function of a while all other values are fixed."""
         return not any(node in self.rules for node in self.replay.between(a, [b]))
 
-    def values(self, images: Tensor, widths: Mapping[Node, Tensor] | None = None) -> dict[Node, Tensor]:
+    def values(self, images: Tensor) -> dict[Node, Tensor]:
         """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads."""
-        leaves = {node: images.new_zeros(len(images), 1) for node in self.widths} if widths is None else widths
-        values = evaluate(self.graph, images, self.kept, leaves)
+        values = evaluate(self.graph, images, self.kept)
         if self.graph.input not in self.kept:
             del values[self.graph.input]
         return values

@@ -40,12 +40,10 @@ class SeminormKind(Enum):
     LARGEST = auto()  # the largest norm of an entry, or of a block of entries
     COLUMNS = auto()  # ‖√w ∘ δ‖, w the norms of the columns of the affine path after an operation
     CURVATURE = auto()  # ‖Mδ‖, M a form of the rule of an operation for a margin
-    ALONG = auto()  # the norm over all tokens t of ⟨unit_t, δ_t⟩
-    TOKEN = auto()  # the largest |⟨unit_t, δ_t⟩|
 
 
 class Seminorm(NamedTuple):
-    """A kind of seminorm, and the operation whose weights, forms or tokens define M, with the index of the form."""
+    """A kind of seminorm, and the operation whose weights or forms define M, with the index of the form."""
 
     kind: SeminormKind
     of: Node | None = None
@@ -101,8 +99,6 @@ class Norms:
             operand of v, and the rows are in the order in which v reads its entries.
         columns: the norms of the columns of G(v → u), by (v, u), each of shape (1, entries of v).
         weighted: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns after v.
-        along: ‖D G(a → b)‖ and its largest row norm, shape (N, 2), by (a, v): D takes the components of the tokens of
-            b, the operand of v, along their unit vectors.
         written: the Jacobians that are computed as matrices.
         slack: a bound S on the rounding error of a product with G(a → b) and a unit vector, by (a, b).
         rounded: bounds on the other rounding errors.
@@ -114,7 +110,6 @@ class Norms:
     shares: dict[Pair, Tensor] = field(default_factory=dict)
     columns: Mapping[Pair, Tensor] = field(default_factory=dict)
     weighted: dict[Pair, Tensor] = field(default_factory=dict)
-    along: dict[Pair, Tensor] = field(default_factory=dict)
     slack: dict[Pair, Tensor] = field(default_factory=dict)
     written: Written = field(init=False)
     rounded: Rounded = field(init=False)
@@ -122,7 +117,7 @@ class Norms:
     @property
     def count(self) -> int:
         """The number of norms computed so far."""
-        return len(self.gains) + len(self.peaks) + len(self.weighted) + len(self.along)
+        return len(self.gains) + len(self.peaks) + len(self.weighted)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
         """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,)."""
@@ -144,7 +139,7 @@ class Norms:
             return {pair: norm[index] for pair, norm in table.items()}
 
         part = Norms(self.ledger.only(index), some(self.gains), some(self.peaks), some(self.shares), self.columns)
-        part.weighted, part.along, part.slack = some(self.weighted), some(self.along), some(self.slack)
+        part.weighted, part.slack = some(self.weighted), some(self.slack)
         part.rounded, part.written = self.rounded.only(index), self.written.only(index)
         return part
 
@@ -194,7 +189,7 @@ class NormFinder:
         norms.written = Written(by, values, wanted)
         alone = {node: value[:1] for node, value in values.items()}
         kinds = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
-        in_all = sum(self.wants(kind, *pair) for kind, pairs in kinds.items() for pair in pairs) + len(plan.along)
+        in_all = sum(self.wants(kind, *pair) for kind, pairs in kinds.items() for pair in pairs)
         done = itertools.count(1)
 
         def report() -> None:
@@ -259,14 +254,6 @@ class NormFinder:
                 last = {b: norm for (b, w), norm in norms.weighted.items() if w is v}
                 most = self.columns[v, plan.ahead[v]].amax().sqrt() * norms.gains[a, u]
                 norms.weighted[a, v] = torch.minimum(self.product(a, u, last, norms), most)
-        units = {v: self.network.remainder(v, values).units for v in plan.tokens}
-        for a, v in plan.along:
-            if plan.covers(a, v):
-                norms.along[a, v] = norms.gains[a, self.network.operands(v)[0]][:, None].expand(-1, 2)
-                continue
-            size = self.jacobians.along(a, v.operands[0], values, units[v], plan.tokens[v])
-            norms.along[a, v] = size + lost[a, self.network.operands(v)[0]][:, None]
-            report()
         return norms
 
     def _entries(self, norms: Norms, images: int) -> dict[Pair, Entered]:

@@ -11,7 +11,6 @@ from lipcert.certifier.anchored.jacobians import (
     passes_for,
     worth_writing,
     writes_few,
-    writes_rows,
     writing,
 )
 from lipcert.certifier.anchored.network import Network
@@ -73,9 +72,6 @@ class NormPlan:
         ahead: the first such u for a smooth operation v; the norms w of these columns weight the deviation of v's
             operand.
         weighted: the pairs (a, v) for which ‖diag(√w) G(a → u)‖ is computed, with u the operand of v.
-        tokens: the operations whose rule uses the deviation of tokens along their unit vectors, with the number of
-            entries of a token.
-        along: the pairs (a, v) for which G(a → u), restricted to these directions, is computed, u the operand of v.
         each: the operations whose rules take bounds on the deviations of all entries.
         blocks: for values whose entries or blocks of entries are bounded separately: the largest block, and the operand
             in which its entries are consecutive.
@@ -101,8 +97,6 @@ class NormPlan:
         self.columns = [(v, u) for v, u in self.pairs if v in summed and network.affine_path(v, u)]
         self.ahead = {v: u for v, u in reversed(self.columns) if u not in network.outputs}
         self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
-        self.tokens = {v: size for v in network.rules if (size := self._token(v))}
-        self.along = [(a, v) for v in self.tokens for a, b in self.pairs if b is network.operands(v)[0]]
 
     @property
     def count(self) -> int:
@@ -117,7 +111,6 @@ class NormPlan:
             sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in skipped)
             + sum(self.work_of(a, b, peak=True) for a, b in self.peaks if (a, b) not in self.covered)
             + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
-            + sum(self.rows(v) * self._pass_work(a, v.operands[0]) for a, v in self.along if not self.covers(a, v))
             + self.work_of_links
         )
 
@@ -195,12 +188,3 @@ class NormPlan:
     def _single(self, v: Node) -> bool:
         """Whether every block of the operand is an entry."""
         return self.blocks[self.network.operands(v)[0]][0] == 1
-
-    def _token(self, v: Node) -> int:
-        """The number of entries in a token of the operand, if the rule uses bounds on tokens; 0 if not."""
-        size = self.network.rules[v].token(v)
-        return size if size and writes_rows(v.operands[0].entries / size) else 0
-
-    def rows(self, v: Node) -> int:
-        """The number of tokens of the operand."""
-        return v.operands[0].entries // self.tokens[v]

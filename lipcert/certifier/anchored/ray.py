@@ -52,7 +52,7 @@ class Ray:
         unit = unit_vectors(direction)
         self.defined = (computed_l2_norm(unit, 1) - 1).abs() < 1e-10
         ends = [network.source, *(stage.start for stage in network.stages), *network.outputs]
-        operands = [u for v in at.remainders for u in v.operands if u not in network.widths]
+        operands = [u for v in at.remainders for u in v.operands]
         targets = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
         source = network.source
         self.tangents = tangents(network, at.values, [u for u in targets if network.replay.depends(u, source)], unit)
@@ -94,10 +94,6 @@ class Ray:
             assert v is not None
             weights = self.at.norms.columns[v, self.at.plan.ahead[v]].sqrt()
             length, scale = l2_norm(weights * flat, 1), weights.amax()
-        elif v is not None:
-            units, token = self.at.remainders[v].units, self.at.plan.tokens[v]
-            along = (flat * per_image(units)).unflatten(1, (-1, token)).sum(2)
-            length = l2_norm(along, 1) if kind is SeminormKind.ALONG else along.abs().amax(1)
         else:
             length = l2_norm(flat, 1)
         return self._raised(length, u, scale)

@@ -59,8 +59,6 @@ class FormNorms:
 Curvature = Mapping[Node, Sequence[FormNorms]]
 
 NO_CURVATURE: Curvature = MappingProxyType({})
-# A bound on the rounding error of the deviation of tokens along their unit vectors, relative to the whole deviation.
-_ALONG = 1e-12
 
 
 class Rounding:
@@ -128,7 +126,7 @@ class Deviations:
 
     Attributes:
         operands: for every nonlinear operation, the ρ of its operands, each of shape (N,), followed by the bounds on
-            blocks or tokens that its rule uses; see :class:`lipcert.bounds.Remainder`.
+            blocks that its rule uses; see :class:`lipcert.bounds.Remainder`.
         logits: ρ of the logits, shape (N,).
         features: ρ of the features that a linear head reads, shape (N,); None without such a head.
         remainders: bounds on the norms of the remainders of nonlinear operations, shape (N,).
@@ -167,7 +165,6 @@ class Linearization:
         finder: NormFinder,
         images: Tensor,
         progress: NormProgress | None = None,
-        widths: Mapping[Node, Tensor] | None = None,
         ledger: Ledger | None = None,
         layer: LayerAt | None = None,
     ):
@@ -176,7 +173,7 @@ class Linearization:
         model = self.network.model
         self.images = images.to(model.device, model.dtype)[:, None]
         with torch.no_grad():
-            self.values = self.network.values(self.images, widths)
+            self.values = self.network.values(self.images)
         self.norms = finder(self.values, ledger, progress)
         self.remainders: dict[Node, Remainder] = self.network.remainders(self.values)
         self.logits = self.values[self.network.graph.output].reshape(len(images), -1)
@@ -231,9 +228,7 @@ class Linearization:
             return self.norms.peaks[a, u]
         if v is None:
             return self.norms.gains[a, u]
-        if kind is SeminormKind.COLUMNS:
-            return self.norms.weighted[a, v]
-        return self.norms.along[a, v][:, (SeminormKind.ALONG, SeminormKind.TOKEN).index(kind)]
+        return self.norms.weighted[a, v]
 
     def walk(
         self,
@@ -381,7 +376,7 @@ class _StageWalk:
             self.effects.append((v, norm, self.effect(v, rho, norm)))
 
     def reach(self, v: Node) -> list[Tensor]:
-        """The ρ of the operands of a nonlinear operation, followed by the bounds on blocks or tokens for its rule.
+        """The ρ of the operands of a nonlinear operation, followed by the bounds on blocks for its rule.
 
         Entry i of u deviates by at most Σ_a ‖row i of G(a → u)‖ · (error at a). So the same sums with the largest row
         norm of each Jacobian bound single entries. Blocks of rows bound blocks of entries in the same way, and the rows
@@ -393,10 +388,6 @@ class _StageWalk:
             rho.append(torch.minimum(rho[0], self.moved(operands[0], LARGEST)))
         if v in plan.each:
             rho[-1] = self.each(v, rho[-1])  # (N, entries) in place of (N,), one bound for every entry
-        if v in plan.tokens:
-            for kind in (SeminormKind.ALONG, SeminormKind.TOKEN):
-                along = self.moved(operands[0], Seminorm(kind, v))
-                rho.append(torch.minimum(rho[-1], along + _ALONG * rho[0]))
         return rho
 
     def each(self, v: Node, peak: Tensor) -> Tensor:
