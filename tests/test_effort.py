@@ -49,7 +49,7 @@ def pixels(count, seed=0):
 def keys(method):
     """All norms that a choice may name."""
     plan = method.plan
-    named = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
+    named = {"norm": plan.pairs, "peak": plan.peaks}
     found = [(kind, *pair) for kind, pairs in named.items() for pair in pairs]
     starts = [method.network.source, *(stage.start for stage in method.network.stages), *method.network.rules]
     return found + [("form", a, v, 0) for v, rule in method.network.rules.items() if rule.contracts for a in starts]
@@ -76,7 +76,7 @@ def test_all_bounds_are_above_the_exact_norms(name, share):
     method.finder.effort = some(method, share)
     plan, finder = method.plan, method.finder
     left = [key for key in keys(method) if key[0] != "form" and not finder.wants(*key)]
-    assert {key[0] for key in left} == ({"norm", "peak"} if name == "convolutions" else {"norm", "peak", "weighted"})
+    assert {key[0] for key in left} == {"norm", "peak"}
     anchor = method(pixels(2))
     norms = anchor.norms
     for image in range(2):
@@ -88,10 +88,6 @@ def test_all_bounds_are_above_the_exact_norms(name, share):
             rows = jacobian(anchor, a, b if block == 1 else target, image).reshape(-1, block, a.entries)
             exact = torch.linalg.matrix_norm(rows, 2).max()
             assert exact <= norms.peaks[a, b][image] * (1 + 1e-9) < math.inf
-        for a, v in plan.weighted:
-            scale = finder.columns[v, plan.ahead[v]].sqrt().reshape(-1, 1)
-            exact = torch.linalg.matrix_norm(scale * jacobian(anchor, a, v.operands[0], image), 2)
-            assert exact <= norms.weighted[a, v][image] * (1 + 1e-9) < math.inf
 
 
 def forms_of(method, anchor, predicted, gaps):

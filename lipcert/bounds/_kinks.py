@@ -79,16 +79,9 @@ class Kinked(Remainder):
 
 
 class KinkedEntries(Kinked):
-    """Functions of single entries with kinks. Total: as against −w, with a bound on ‖√w ∘ δ‖ in place of ρ."""
+    """Functions of single entries with kinks."""
 
-    entrywise = each = sums = True
-
-    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        weight, most = self.slope * weight, self._reach(rho)[1]
-        if not bool(size.isfinite().all()):
-            return beyond(weight, self.distance, self._reach(rho)[0], most)
-        root = weight.sqrt()
-        return beyond(root, root * self.distance, math.sqrt(self.slope) * size, root * most)
+    entrywise = each = True
 
 
 def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tensor:

@@ -47,7 +47,6 @@ class Remainder(ABC):
         entrywise: the operation is applied entry by entry to one operand, and the rule uses a bound on the deviation of
             any single entry.
         each: the rule also takes bounds on the deviations of all entries, shape (N, entries), in place of that bound.
-        sums: the rule defines :meth:`total`.
         contracts: the rule defines :meth:`contracted`.
         has_kinks: the operation has kinks, near which R is as large as the deviation.
 
@@ -62,7 +61,6 @@ class Remainder(ABC):
 
     entrywise: ClassVar[bool] = False
     each: ClassVar[bool] = False
-    sums: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
     has_kinks: ClassVar[bool] = False
 
@@ -119,19 +117,6 @@ class Remainder(ABC):
                 for every deviation within ``rho``.
         """
         return None
-
-    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        """An upper bound on Σ w_i |R_i|, shape (N,); ∞ if unknown.
-
-        After a linear map A, the remainder has norm at most Σ_i ‖column i of A‖ |R_i|. That is often much smaller than
-        ‖A‖ · norm(ρ): A stretches only few directions by its norm, and they are no single entries.
-
-        Args:
-            weight: w ≥ 0, shape (N, entries).
-            rho: as for :meth:`norm`.
-            size: an upper bound on ‖√w ∘ δ‖ for the deviation δ of the operand, shape (N,).
-        """
-        return torch.full_like(rho[0], math.inf)
 
 
 def remainder(*targets: Any) -> Callable[[RemainderClass], RemainderClass]:
@@ -253,7 +238,7 @@ class Smooth(Remainder):
 
     curvature: ClassVar[float]
     downward: ClassVar[float] = math.inf
-    entrywise = each = sums = contracts = True
+    entrywise = each = contracts = True
     _latest: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -294,13 +279,6 @@ class Smooth(Remainder):
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         form = Form.weights(self._weights(direction, rho).sqrt().reshape(direction.shape))
         return Contracted((form,), lambda rho, sizes: sizes[0].square())
-
-    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor) -> Tensor:
-        local = self._local(rho)
-        share = largest_share(weight * local / 2, rho[0], each_entry(rho))
-        finite = size.isfinite()  # without infinite numbers, which have no derivative
-        whole = local.amax(1) / 2 * torch.where(finite, size, 0.0).square()
-        return torch.where(finite, torch.minimum(share, whole), share)
 
 
 def each_entry(rho: Sequence[Tensor]) -> Tensor:

@@ -260,8 +260,6 @@ class _Trial:
                 bounds.gains[a, u] = marked(norm, a, u, "norm", a, u)
             for (a, u), norm in bounds.peaks.items():
                 bounds.peaks[a, u] = marked(norm, a, u, "peak", a, u)
-            for (a, v), norm in bounds.weighted.items():
-                bounds.weighted[a, v] = marked(norm, a, network.operands(v)[0], "weighted", a, v)
             norms: dict[Node, list[FormNorms]] = {}
             for v, forms in self.norms.items():
                 norms[v] = []

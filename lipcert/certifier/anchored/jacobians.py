@@ -35,12 +35,8 @@ _FEW = 64
 # Row norms are computed exactly for at most this many rows, or rows with at most this many entries, which takes fewer
 # products than a probabilistic bound.
 _PROBES = 256
-# For affine paths, which are the same for all images: columns with at most _LONG entries, and Jacobians with at most
-# _LONG columns, are computed in full. The norms of longer columns are bounded with _COLUMN_PROBES products.
+# For affine paths, which are the same for all images: Jacobians with at most so many columns are computed in full.
 _LONG = 4096
-_COLUMN_PROBES = 512
-# The columns of M G are computed in full, for one rival class at a time, if there are at most this many rows.
-_FORM_ROWS = 1024
 # The usual number of products for Lanczos, and what it takes besides, in floating-point operations.
 _PASSES = 100
 SEARCH = 1e8
@@ -92,9 +88,9 @@ def writes_few(few: int, many: int) -> bool:
     return few <= _FEW and few * many <= _ENTRIES
 
 
-def writes_rows(rows: float, *, formed: bool = False) -> bool:
-    """Whether this number of rows is small enough to compute all of them; with ``formed`` those of M G."""
-    return rows <= (_FORM_ROWS if formed else _PROBES)
+def writes_rows(rows: float) -> bool:
+    """Whether this number of rows is small enough to compute all of them."""
+    return rows <= _PROBES
 
 
 class LinearOperator(NamedTuple):
@@ -210,10 +206,6 @@ class Jacobians:
         """The same for the largest norm of a row; for an affine path it is computed once for all images."""
         few = writes_rows(min(a.entries, b.entries))
         return self.deterministic or few or (a.entries <= _LONG and self.network.affine_path(a, b))
-
-    def writes_out_columns(self, b: Node) -> bool:
-        """The same for the norms of the columns."""
-        return self.deterministic or b.entries <= _LONG
 
     def operator(
         self,
@@ -587,17 +579,6 @@ class Jacobians:
                     )
                 )
         return torch.cat(norms)
-
-    def columns(self, a: Node, b: Node, values: Values, draw: Draw | None, form: Form | None = None) -> Tensor:
-        """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), M the identity by default.
-
-        Without a ``draw`` they are computed from all rows.
-        """
-        jacobian = self.operator(a, b, values, several=True, form=form)
-        rows = rows_of(b, values, form)
-        if draw is None:
-            return explicit_row_norms(jacobian.adjoint, len(values[b]), rows, device=values[b].device)
-        return row_norms(jacobian.adjoint, 1, rows, draw=draw, probes=_COLUMN_PROBES, device=values[b].device)
 
 
 def written_error(columns: int, rows: int) -> float:

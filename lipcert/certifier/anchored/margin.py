@@ -165,15 +165,7 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
                     norms[a] = torch.minimum(form.norm * part.gain(a, u), least)
                 along = unknown[some] if toward.ray is None else toward.ray.formed(v.operands[form.operand], form, some)
                 every = {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}
-                columns = {}
-                for a in stage.nonlinear[:place]:
-                    # Remainders that are bounded entry by entry count with the columns of M G instead.
-                    if network.rules[a].sums and (a, u) not in at.plan.unconnected and a is not u:
-                        sizes = at.finder.formed_columns(a, v, number, part.values, form, part.norms)
-                        if sizes is not None:
-                            every_column = torch.full((len(unknown), sizes.shape[1]), math.inf, dtype=torch.float64)
-                            columns[a] = every_column.to(sizes.device).index_copy(0, some, sizes)
-                by_operation[v].append(FormNorms(u, every, unknown.index_copy(0, some, along), columns))
+                by_operation[v].append(FormNorms(u, every, unknown.index_copy(0, some, along)))
     return by_operation
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from lipcert.bounds import Form
 from lipcert.norms import dot_error, factor, verified_norms
-from lipcert.numerics import INFLATE, UNIT, at_most, l2_norm, root_of_squares
+from lipcert.numerics import INFLATE, UNIT, at_most, l2_norm
 
 # The largest relative distance of a norm from the one that Lanczos estimates before it is verified.
 _LOOSE = 1e-3
@@ -101,19 +101,6 @@ class JacobianMatrix:
         if self.groups is not None:
             flat = torch.empty_like(flat).index_copy_(1, self.groups.rows.flatten(), flat)
         return at_most(flat * INFLATE + self.error[:, None])
-
-    def column_norms(self, scale: Tensor | None = None) -> Tensor:
-        """The same for the columns; only of a G that is its own factor. With ``scale`` those of diag(scale) G."""
-        if scale is None:
-            bounds, error = l2_norm(self.entries, 2), self.error
-        else:
-            rows = scale[:, None] if self.groups is None else scale[:, self.groups.rows]
-            bounds = root_of_squares(torch.matmul, rows[:, :, None], self.entries)[:, :, 0]
-            error = scale.abs().amax(1) * self.error
-        flat = bounds.flatten(1)
-        if self.groups is not None:
-            flat = torch.empty_like(flat).index_copy_(1, self.groups.columns.flatten(), flat)
-        return at_most(flat * INFLATE + error[:, None])
 
     def block_norms(self, block: int) -> Tensor:
         """Upper bounds on the norms of the blocks of as many consecutive rows, shape (N or 1, rows / block)."""

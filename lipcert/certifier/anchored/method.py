@@ -20,13 +20,6 @@ product of norms along the depth: as ε → 0 the radius tends to min_j m_j/‖�
 then G(v → u) = G(c → u) G(v → c) for v before and u after c. The remainders before c are added up at c. A cut between
 so few operations that it saves no norms is left out, since the product of two norms is larger than that of G(v → u).
 
-**Columns.** The errors Σ_v ‖G(v → u)‖ r_v are part of the ρ with which the later remainders grow, so they limit the
-radius. If the path from a smooth activation v to u is affine, the remainder moves u by at most
-‖Σ_i (column i of G(v → u)) R_i‖ ≤ Σ_i w_i |R_i| with the norms w_i of the columns. With |R_i| ≤ ½ c δ_i² this is at
-most ½ c ‖√w ∘ δ‖², and ‖√w ∘ δ‖ is bounded as ‖Mδ‖ below. Both are much smaller than ‖G(v → u)‖ · ½ c max|δ_i| ‖δ‖,
-because few columns of a trained matrix are nearly as long as its norm. Columns do not depend on the image, so their
-norms are computed once. ‖M G(v → u) R_v‖, with M as below, is bounded by the columns of M G(v → u) in the same way.
-
 **Curvature** takes most of a margin. A rule may know a linear map M of the deviation δ of v's operand u with
 −⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² plus terms of third order, or a similar bound for products
 (:meth:`lipcert.bounds.Remainder.contracted`). Then

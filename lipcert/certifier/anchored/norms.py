@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lipcert.bounds import Form
 from lipcert.certifier.anchored.chains import Link, Pair
-from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, writes_rows, written_error
+from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, written_error
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.rounding import Entered, Rounded, rounded
@@ -29,7 +29,7 @@ from lipcert.settings import RIGORS
 NormProgress = Callable[[int, int], None]
 # The tolerance of norms that are the same for all images and computed once, relative to the usual tolerance.
 _CONSTANT = 0.02
-# What identifies a norm: its kind, "norm", "peak", "weighted" or "form", and its operations.
+# What identifies a norm: its kind, "norm", "peak" or "form", and its operations.
 NormKey = tuple[str | Node | int, ...]
 
 
@@ -38,12 +38,11 @@ class SeminormKind(Enum):
 
     NORM = auto()  # ‖δ‖
     LARGEST = auto()  # the largest norm of an entry, or of a block of entries
-    COLUMNS = auto()  # ‖√w ∘ δ‖, w the norms of the columns of the affine path after an operation
     CURVATURE = auto()  # ‖Mδ‖, M a form of the rule of an operation for a margin
 
 
 class Seminorm(NamedTuple):
-    """A kind of seminorm, and the operation whose weights or forms define M, with the index of the form."""
+    """A kind of seminorm, and the operation whose forms define M, with the index of the form."""
 
     kind: SeminormKind
     of: Node | None = None
@@ -97,8 +96,6 @@ class Norms:
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules use it.
         shares: the norms of all rows of G(a → b), divided by the largest, shape (N, entries), by (a, v): b is the
             operand of v, and the rows are in the order in which v reads its entries.
-        columns: the norms of the columns of G(v → u), by (v, u), each of shape (1, entries of v).
-        weighted: ‖diag(√w) G(a → b)‖, by (a, v): b is the operand of v, and w are the norms of columns after v.
         written: the Jacobians that are computed as matrices.
         slack: a bound S on the rounding error of a product with G(a → b) and a unit vector, by (a, b).
         rounded: bounds on the other rounding errors.
@@ -108,8 +105,6 @@ class Norms:
     gains: dict[Pair, Tensor] = field(default_factory=dict)
     peaks: dict[Pair, Tensor] = field(default_factory=dict)
     shares: dict[Pair, Tensor] = field(default_factory=dict)
-    columns: Mapping[Pair, Tensor] = field(default_factory=dict)
-    weighted: dict[Pair, Tensor] = field(default_factory=dict)
     slack: dict[Pair, Tensor] = field(default_factory=dict)
     written: Written = field(init=False)
     rounded: Rounded = field(init=False)
@@ -117,7 +112,7 @@ class Norms:
     @property
     def count(self) -> int:
         """The number of norms computed so far."""
-        return len(self.gains) + len(self.peaks) + len(self.weighted)
+        return len(self.gains) + len(self.peaks)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
         """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,)."""
@@ -138,9 +133,8 @@ class Norms:
         def some(table: Mapping[Pair, Tensor]) -> dict[Pair, Tensor]:
             return {pair: norm[index] for pair, norm in table.items()}
 
-        part = Norms(self.ledger.only(index), some(self.gains), some(self.peaks), some(self.shares), self.columns)
-        part.weighted, part.slack = some(self.weighted), some(self.slack)
-        part.rounded, part.written = self.rounded.only(index), self.written.only(index)
+        part = Norms(self.ledger.only(index), some(self.gains), some(self.peaks), some(self.shares))
+        part.slack, part.rounded, part.written = some(self.slack), self.rounded.only(index), self.written.only(index)
         return part
 
 
@@ -152,18 +146,15 @@ class NormFinder:
         effort: tolerances of norms that differ from that of the options; ∞ leaves a norm to products (:mod:`.effort`).
             Norms that are the same for all images are always computed, within the tolerance of the options. None until
             they are chosen.
-        columns: the norms of columns computed so far; they do not depend on the image.
     """
 
     def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, variants: int = 1, spare: int = 0):
         self.network, self.plan, self.options = network, plan, options
         self.budget = options.budget if variants == 1 else options.budget.split(variants)
         self.effort: Mapping[NormKey, float] | None = None
-        self.columns: dict[Pair, Tensor] = {}
         self._charge = self.budget.split(plan.count + spare).delta
         self._constants: dict[NormKey, Tensor] = {}
         self._link_constants: dict[Link, float] = {}
-        self._raised: set[Pair] = set()  # columns to which the rounding error was added
         self.jacobians = Jacobians(
             network,
             tolerance=options.tolerance,
@@ -183,12 +174,11 @@ class NormFinder:
 
         ``progress`` is called with (norms computed, norms in total).
         """
-        plan, norms, by = self.plan, Norms(ledger, columns=self.columns), self.jacobians
+        plan, norms, by = self.plan, Norms(ledger), self.jacobians
         wanted = [pair for pair in plan.pairs if self.wants("norm", *pair)]
         wanted += [pair for pair in plan.peaks if self.wants("peak", *pair)]
         norms.written = Written(by, values, wanted)
-        alone = {node: value[:1] for node, value in values.items()}
-        kinds = {"norm": plan.pairs, "peak": plan.peaks, "weighted": plan.weighted}
+        kinds = {"norm": plan.pairs, "peak": plan.peaks}
         in_all = sum(self.wants(kind, *pair) for kind, pairs in kinds.items() for pair in pairs)
         done = itertools.count(1)
 
@@ -196,12 +186,6 @@ class NormFinder:
             if progress is not None:
                 progress(next(done), in_all)
 
-        for v, u in plan.columns:
-            draw = self._draw(ledger, "columns", v, u, from_entries=by.writes(v, u) or by.writes_out_columns(u))
-            if (v, u) not in self.columns and by.writes(v, u):
-                self.columns[v, u] = norms.written.matrix(v, u).column_norms()
-            elif (v, u) not in self.columns:
-                self.columns[v, u] = by.columns(v, u, alone, draw)
         for a, b in plan.pairs:
             if self.wants("norm", a, b):
                 norms.gains[a, b] = self._gain(a, b, values, norms)
@@ -241,19 +225,6 @@ class NormFinder:
             if (a, b) not in norms.peaks:
                 last = {v: norm for (v, u), norm in longest.items() if u is b}
                 norms.peaks[a, b] = torch.minimum(self.product(a, b, last, norms), norms.gains[a, b])
-        for pair in self.columns.keys() - self._raised:
-            self.columns[pair] = self.columns[pair] + lost[pair][0]
-            self._raised.add(pair)
-        for a, v in plan.weighted:
-            if self.wants("weighted", a, v):
-                norms.weighted[a, v] = self._weighted(a, v, values, norms)
-                report()
-        for a, v in plan.weighted:
-            if (a, v) not in norms.weighted:
-                u = self.network.operands(v)[0]
-                last = {b: norm for (b, w), norm in norms.weighted.items() if w is v}
-                most = self.columns[v, plan.ahead[v]].amax().sqrt() * norms.gains[a, u]
-                norms.weighted[a, v] = torch.minimum(self.product(a, u, last, norms), most)
         return norms
 
     def _entries(self, norms: Norms, images: int) -> dict[Pair, Entered]:
@@ -270,11 +241,11 @@ class NormFinder:
 
     def wants(self, kind: str, a: Node, b: Node, *more: int) -> bool:
         """Whether a norm is computed, rather than bounded by products."""
-        if kind != "form" and ((a, b) in self.plan.covered or (kind == "weighted" and self.plan.covers(a, b))):
+        if kind != "form" and (a, b) in self.plan.covered:
             return False
         if self.tolerance((kind, a, b, *more)) < math.inf and not (kind == "norm" and (a, b) in self.plan.loose):
             return True
-        return kind != "form" and self.network.affine_path(a, b if kind in ("norm", "peak") else b.operands[0])
+        return kind != "form" and self.network.affine_path(a, b)
 
     def tolerance(self, key: NormKey) -> float:
         """The tolerance of a norm; ∞ for products."""
@@ -339,25 +310,6 @@ class NormFinder:
 
         return self._constant(("peak", a, b), a, b, values, norm)
 
-    def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], norms: Norms) -> Tensor:
-        u, written = v.operands[0], self.jacobians.writes(a, v.operands[0])
-        from_entries = written or self.jacobians.writes_out(a, u.entries)
-        draw = self._draw(norms.ledger, "columns weighed", a, u, v, from_entries=from_entries)
-        weights = self.columns[v, self.plan.ahead[v]].sqrt()
-
-        def form(images: int) -> Form:
-            return Form.weights(weights.reshape(1, *v.shape).expand(images, *v.shape))
-
-        def norm(by: Jacobians, nominal: dict[Node, Tensor]) -> Tensor:
-            if written:
-                return norms.written.factor(a, u).scaled(weights).norm()
-            entry = norms.written.entry(a, u) if draw else None
-            return by.norm(a, u, nominal, draw, form=form(len(nominal[a])), entry=entry)
-
-        bound = self._constant(("weighted", a, v), a, u, values, norm)
-        factor = written_error(a.entries, u.entries) if written else self.jacobians.error_factor(a, u.entries)
-        return norms.raised(bound, a, self.network.operands(v)[0], form(len(values[a])), factor)
-
     def _link(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """Upper bounds on the norm of one operation's Jacobian, shape (N,)."""
         a, b = link.operand, link.node
@@ -389,25 +341,6 @@ class NormFinder:
         factor = written_error(a.entries, max(rows, b.entries)) if written else self.jacobians.error_factor(a, rows)
         norm = self._compute(("form", a, v, number), norm_with)
         return norms.raised(norm, a, self.network.root(b), form, factor)
-
-    def formed_columns(
-        self, a: Node, v: Node, number: int, values: dict[Node, Tensor], form: Form, norms: Norms
-    ) -> Tensor | None:
-        """Upper bounds on the norms of the columns of the same M G(a → b), shape (N, entries of a).
-
-        None if they would take random vectors, or if the path from a to b is not affine.
-        """
-        b = v.operands[form.operand]
-        rows = rows_of(b, values, form)
-        if not writes_rows(rows, formed=True) or not self.network.affine_path(a, b):
-            return None
-        if self.jacobians.writes(a, b) and form.is_diagonal(b.shape):
-            matrix = norms.written.matrix(a, b)
-            sizes = matrix.moved(self.network.order(b)).column_norms(form.tensors[0].flatten(1))
-        else:
-            sizes = self.jacobians.columns(a, b, values, None, form)
-        lost = norms.rounding(a, self.network.root(b), form) * written_error(a.entries, rows)
-        return sizes + lost[:, None]
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, from_entries: bool) -> Draw | None:
         """Start vectors for a bound on G(a → b); None if it is computed ``from_entries``, or G is empty.

@@ -67,11 +67,6 @@ class NormPlan:
         loose: the pairs that products of other norms bound well enough.
         covered: the pairs (c, b) that products bound, because the pairs (x, b) say more: c is the start of the first
             stage, so no remainder arrives there, and ‖G(x → b)‖ ≤ ‖G(c → b)‖ ‖G(x → c)‖.
-        columns: the pairs (v, u) with an affine path from a smooth operation v to u, for which the norms of the columns
-            of G(v → u) are computed.
-        ahead: the first such u for a smooth operation v; the norms w of these columns weight the deviation of v's
-            operand.
-        weighted: the pairs (a, v) for which ‖diag(√w) G(a → u)‖ is computed, with u the operand of v.
         each: the operations whose rules take bounds on the deviations of all entries.
         blocks: for values whose entries or blocks of entries are bounded separately: the largest block, and the operand
             in which its entries are consecutive.
@@ -93,15 +88,11 @@ class NormPlan:
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
         self.links = [link for link in network.chains.unknown if not network.local.bounded(link)]
-        summed = {v for v, rule in network.rules.items() if rule.sums}
-        self.columns = [(v, u) for v, u in self.pairs if v in summed and network.affine_path(v, u)]
-        self.ahead = {v: u for v, u in reversed(self.columns) if u not in network.outputs}
-        self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
 
     @property
     def count(self) -> int:
         """The number of norms per image that may need random start vectors."""
-        return len(self.pairs) + len(self.peaks) + len(self.columns) + len(self.weighted) + len(self.links)
+        return len(self.pairs) + len(self.peaks) + len(self.links)
 
     @property
     def work(self) -> float:
@@ -110,7 +101,6 @@ class NormPlan:
         return (
             sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in skipped)
             + sum(self.work_of(a, b, peak=True) for a, b in self.peaks if (a, b) not in self.covered)
-            + sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
             + self.work_of_links
         )
 
@@ -148,10 +138,6 @@ class NormPlan:
     def by_products(self, a: Node, u: Node) -> bool:
         """Whether products of other norms bound ‖M G(a → u)‖."""
         return (a, u) in self.covered
-
-    def covers(self, a: Node, v: Node) -> bool:
-        """Whether the pair (a, u) is covered, u the operand of v."""
-        return (a, self.network.root(v.operands[0])) in self.covered
 
     def _features(self) -> frozenset[Pair]:
         """The pairs (a, features of a linear head) with matrices of many rows.

@@ -77,26 +77,13 @@ class Ray:
         return self._sizes[key] if self._index is None else self._sizes[key][self._index]
 
     def _size(self, u: Node, seminorm: Seminorm) -> Tensor:
-        kind, v, _ = seminorm
-        place, scale = u, torch.ones((), dtype=torch.float64)
-        if kind is SeminormKind.LARGEST:
-            block, arranged = self.at.plan.blocks.get(u, (1, u))
-            place = u if block == 1 else arranged
-        elif v is not None:
-            place = v.operands[0]
-        moved = self.tangents.get(place)
+        block, arranged = self.at.plan.blocks.get(u, (1, u)) if seminorm.kind is SeminormKind.LARGEST else (0, u)
+        moved = self.tangents.get(arranged if block > 1 else u)
         if moved is None:
             return self._nothing()
         flat = per_image(moved)
-        if kind is SeminormKind.LARGEST:
-            length = l2_norm(flat.unflatten(1, (-1, block)), 2).amax(1)
-        elif kind is SeminormKind.COLUMNS:
-            assert v is not None
-            weights = self.at.norms.columns[v, self.at.plan.ahead[v]].sqrt()
-            length, scale = l2_norm(weights * flat, 1), weights.amax()
-        else:
-            length = l2_norm(flat, 1)
-        return self._raised(length, u, scale)
+        length = l2_norm(flat.unflatten(1, (-1, block)), 2).amax(1) if block else l2_norm(flat, 1)
+        return self._raised(length, u, torch.ones((), dtype=torch.float64))
 
     def entries(self, v: Node) -> Tensor | None:
         """Upper bounds on the entries of |G(x → u) p| in the operand u of v, shape (N, entries); None if unknown."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -40,19 +40,16 @@ class FormNorms:
         operand: u.
         norms: upper bounds on ‖M G(a → u)‖ by a, each of shape (N,); 0 for any other a.
         along: upper bounds on ‖M G(x → u) p‖ for the p of a ray, shape (N,).
-        columns: upper bounds on the norms of the columns of M G(a → u) by a, each of shape (N, entries of a), for some
-            of the operations a from which the path to u is affine.
     """
 
     operand: Node
     norms: Mapping[Node, Tensor]
     along: Tensor
-    columns: Mapping[Node, Tensor] = field(default_factory=dict)
 
     def only(self, index: Tensor) -> FormNorms:
         """The same for the images with the given indices."""
-        norms, columns = ({a: norm[index] for a, norm in table.items()} for table in (self.norms, self.columns))
-        return FormNorms(self.operand, norms, self.along[index], columns)
+        norms = {a: norm[index] for a, norm in self.norms.items()}
+        return FormNorms(self.operand, norms, self.along[index])
 
 
 # For operations v, the norms for each of their forms, in order.
@@ -218,17 +215,12 @@ class Linearization:
         """An upper bound on ‖M G(a → u)‖, for the M of a seminorm; 0 if u does not depend on a."""
         kind, v, _ = seminorm
         if a is u:
-            if kind is not SeminormKind.COLUMNS:
-                return 1.0
-            assert v is not None
-            return self.norms.columns[v, self.plan.ahead[v]].amax().sqrt()
+            return 1.0
         if (a, u) in self.plan.unconnected:
             return 0.0
         if kind is SeminormKind.LARGEST and (a, u) in self.norms.peaks:
             return self.norms.peaks[a, u]
-        if v is None:
-            return self.norms.gains[a, u]
-        return self.norms.weighted[a, v]
+        return self.norms.gains[a, u]
 
     def walk(
         self,
@@ -269,7 +261,7 @@ class Linearization:
                 walk = _StageWalk(self, stage, at_start, (reach, arrived), curvature)
             self.rounding.enter(stage, walk.at_start)
             walk.visit(operands, weighed)
-            remainders |= {v: norm for v, norm, _ in walk.effects}
+            remainders |= walk.remainders
             if stage is network.stages[-1] and not outputs:
                 return Deviations(operands, torch.full_like(eps, math.inf), None, remainders, weighed, stages)
             remainder = at_cuts[stage.end] = at_most(walk.errors(stage.end, NORM))
@@ -319,7 +311,7 @@ class _StageWalk:
     ):
         self.at, self.stage, self.at_start, self.source, self.curvature = at, stage, at_start, source, curvature
         self.zero = torch.zeros_like(at_start)
-        self.effects: list[tuple[Node, Tensor, Callable[[Node, Seminorm], Tensor]]] = []
+        self.remainders: dict[Node, Tensor] = {}  # bounds on ‖R_v‖ so far, shape (N,)
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm) -> Tensor | float:
         """:meth:`Linearization.gain`, with the norms for the weights of curvature."""
@@ -348,11 +340,14 @@ class _StageWalk:
         # only the seminorm of the identity, gain(u, u), multiplies them.
         carried = None if u is self.stage.start else self.at.rounding.carried(u)
         total = self.zero if carried is None else carried * self.gain(u, u, seminorm)
-        for v, _, effect in self.effects:
-            put = self.at.rounding.put(v)
-            error = effect(u, seminorm)
-            total = total + (error if put is None else error + self.gain(v, u, seminorm) * put)
+        for v, norm in self.remainders.items():
+            total = total + at_most(self.gain(v, u, seminorm) * self._put(v, norm))
         return total
+
+    def _put(self, v: Node, norm: Tensor) -> Tensor:
+        """The error at the output of v, shape (N,): its remainder and rounding errors."""
+        put = self.at.rounding.put(v)
+        return norm if put is None else at_most(norm + put)
 
     def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
         """The deviation of a value, including the error of the nominal value in float64; see :mod:`.rounding`."""
@@ -366,21 +361,19 @@ class _StageWalk:
                 self.at.rounding.linear(v)
                 continue
             rho = operands[v] = self.reach(v)
-            if v in self.curvature:  # before the remainder of v itself is among the effects
+            if v in self.curvature:  # before the remainder of v itself is among the errors
                 weighed[v] = [
                     self.moved(sizes.operand, Seminorm(SeminormKind.CURVATURE, v, number))
                     for number, sizes in enumerate(self.curvature[v])
                 ]
             self.at.rounding.nonlinear(v, rho)
-            norm = at_most(self.at.remainders[v].norm(rho))
-            self.effects.append((v, norm, self.effect(v, rho, norm)))
+            self.remainders[v] = at_most(self.at.remainders[v].norm(rho))
 
     def reach(self, v: Node) -> list[Tensor]:
         """The ρ of the operands of a nonlinear operation, followed by the bounds on blocks for its rule.
 
         Entry i of u deviates by at most Σ_a ‖row i of G(a → u)‖ · (error at a). So the same sums with the largest row
-        norm of each Jacobian bound single entries. Blocks of rows bound blocks of entries in the same way, and the rows
-        of D G(a → u) bound the components of tokens along their unit vectors.
+        norm of each Jacobian bound single entries. Blocks of rows bound blocks of entries in the same way.
         """
         operands, plan = self.at.network.operands(v), self.at.plan
         rho = [self.moved(u, NORM) for u in operands]
@@ -412,38 +405,6 @@ class _StageWalk:
         carried = None if u is start else at.rounding.carried(u)
         added = at.norms.rounded.noise[u] if carried is None else at.norms.rounded.noise[u] + carried
         bounds = bounds + added[:, None]
-        for w, norm, effect in self.effects:
-            put = at.rounding.put(w)
-            # Two bounds on what the remainder of w adds to entry i: for any entry, and ‖row i‖ times ‖R_w‖.
-            error = torch.minimum(effect(u, LARGEST)[:, None], at_most(rows(w) * norm[:, None]))
-            bounds = bounds + (error if put is None else error + rows(w) * put[:, None])
+        for w, norm in self.remainders.items():
+            bounds = bounds + at_most(rows(w) * self._put(w, norm)[:, None])
         return torch.minimum(at_most(bounds), peak[:, None])
-
-    def effect(self, v: Node, rho: list[Tensor], norm: Tensor) -> Callable[[Node, Seminorm], Tensor]:
-        """The deviation of later values by the remainder of v, each of shape (N,).
-
-        With G = G(v → u) it is at most ‖G‖ ‖R‖. Where the norms w of the columns of G are known, it is also at most
-        Σ w_i |R_i|, which bounds single entries and blocks of u too.
-        """
-        at, rule, columns = self.at, self.at.remainders[v], self.at.norms.columns
-        unknown = torch.full_like(norm, math.inf)
-        ahead = at.plan.ahead.get(v)
-        by_columns = (v, ahead) in columns
-        # ‖√w ∘ δ‖ for the deviation δ of the operand of v, with the weights w of the columns up to ``ahead`` only.
-        size = self.moved(at.network.operands(v)[0], Seminorm(SeminormKind.COLUMNS, v)) if by_columns else unknown
-        summed: dict[Node, Tensor] = {}
-
-        def moves(u: Node, seminorm: Seminorm) -> Tensor:
-            bound = at_most(self.gain(v, u, seminorm) * norm)
-            if seminorm.kind is SeminormKind.CURVATURE:
-                assert seminorm.of is not None
-                weights = self.curvature[seminorm.of][seminorm.form].columns.get(v)
-                return bound if weights is None else torch.minimum(bound, at_most(rule.total(weights, rho, unknown)))
-            if (v, u) not in columns or seminorm.kind not in (SeminormKind.NORM, SeminormKind.LARGEST):
-                return bound
-            if u not in summed:
-                weights = columns[v, u].expand(len(norm), -1)
-                summed[u] = at_most(rule.total(weights, rho, size if u is ahead else unknown))
-            return torch.minimum(bound, summed[u])
-
-        return moves
