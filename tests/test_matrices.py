@@ -11,10 +11,9 @@ from torch import nn
 import lipcert
 from lipcert.bounds import Form, margins
 from lipcert.certifier import Anchored
-from lipcert.certifier.anchored.entry import Stem as StoredStem
-from lipcert.certifier.anchored.entry import Windows
 from lipcert.certifier.anchored.jacobians import Jacobians
-from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
+from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, Windows, groups_of
+from lipcert.certifier.anchored.matrices import Stem as StoredStem
 from lipcert.certifier.anchored.network import Network
 from lipcert.errors import UnsupportedOperation
 from lipcert.norms import Budget, factor, verified_norms

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import lipcert
 from lipcert.certifier import METHODS, Anchored, Certifier
-from lipcert.certifier.anchored.chains import Link
 from lipcert.errors import LipcertError
+from lipcert.roundoff import Link
 
 # Radii are attacked this far inside, for the rounding of the attack's own steps.
 _INSIDE = 1 - 1e-6

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.certifier._anchored import LinearisedMethod
+from lipcert.certifier._linearised import LinearisedMethod
 from lipcert.certifier._search import search
 from lipcert.certifier.anchored.margin import change, spreads
 from lipcert.certifier.anchored.network import Network

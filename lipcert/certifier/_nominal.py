@@ -13,7 +13,7 @@ certificate have a proof of their own (:mod:`lipcert.certifier.anchored.rounding
 
 **Check.** Without a proof the network runs again with noise in every operation, and the change of the margins is
 subtracted from them. The noise is Gaussian. Its norm is ``_TIMES`` times the largest norm of the operation's rounding
-errors (:class:`~lipcert.certifier.anchored.rounding.OperationRounding`), spread evenly over the entries. There are two
+errors (:class:`~lipcert.roundoff.OperationRounding`), spread evenly over the entries. There are two
 runs with opposite noise, because a kink may hide one sign, and four times the larger change is subtracted. This assumes
 that rounding errors, a thousand times smaller in norm, change a margin by no more than this noise does. It costs about
 ten forward passes.
@@ -29,12 +29,10 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Analysis
-from lipcert.certifier.anchored.chains import Chains
-from lipcert.certifier.anchored.rounding import OperationRounding
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, Replay, evaluate, explicit_attention, needed
 from lipcert.model import Model
-from lipcert.roundoff import ENTRIES_AT_ONCE, REAL, Roundoff
+from lipcert.roundoff import ENTRIES_AT_ONCE, REAL, Chains, OperationRounding, Roundoff
 
 _TIMES = 1024
 _COUNTED = 4

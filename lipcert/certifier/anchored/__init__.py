@@ -3,22 +3,21 @@
 Read the modules in this order:
 
 - :mod:`.network`: the captured network, its stages and the remainder rules of its operations;
-- :mod:`.plan`: which norms of Jacobians are computed, in which order and at what cost;
+- :mod:`.plan`: which norms of Jacobians are computed, and at what cost;
 - :mod:`.jacobians`: products with Jacobians, and norms from them;
 - :mod:`.norms`: the norms of a plan at images, and their failure probability;
 - :mod:`.effort`: which of them are worth computing, and how tightly;
 - :mod:`.ray`: perturbations split along the gradient of a margin;
 - :mod:`.walk`: the deviation of every value for perturbations of norm ε, from norms and remainders;
 - :mod:`.margin`: lower bounds on a margin;
-- :mod:`.method`: the certificate with its proof, and the order in which rival classes are examined;
+- :mod:`.method`: the certificate, and the order in which rival classes are examined;
 - :mod:`.behind`: the certificate behind a cut, with the Lipschitz constant of the layers before it;
 - :mod:`.layer`: how far the last layer before the cut lets the first-order part of a margin fall;
 - :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
 
-They use :mod:`.gradients` (autograd through a part of the network), :mod:`.chains` (products of norms as bounds),
-:mod:`.matrices` and :mod:`.written` (Jacobians as matrices), and
-:mod:`.rounding` (rounding errors of the certifier's own numbers in float64). :mod:`lipcert.certifier._search` searches
-for radii.
+They use :mod:`.gradients` (autograd through a part of the network), :mod:`.costs` (what norms take),
+:mod:`.matrices`, :mod:`.sparse` and :mod:`.written` (Jacobians as matrices), and :mod:`.rounding` (rounding errors of
+the certifier's own numbers in float64). :mod:`lipcert.certifier._search` searches for radii.
 """
 
 from lipcert.certifier.anchored.behind import Behind, anchored, cut_of

@@ -36,7 +36,6 @@ from torch import Tensor
 
 from lipcert.bounds import margins
 from lipcert.certifier._search import search
-from lipcert.certifier.anchored.chains import Link
 from lipcert.certifier.anchored.jacobians import Jacobians
 from lipcert.certifier.anchored.margin import Forms, RivalMargin, curvature_norms
 from lipcert.certifier.anchored.norms import NormFinder, NormKey, NormOptions
@@ -46,6 +45,7 @@ from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Budget, Draw, Ledger
 from lipcert.numerics import at_most
+from lipcert.roundoff import Link
 
 # The failure probability of an estimate, its tolerance, and its random products for norms of rows.
 _CHANCE, _ROUGHLY, _PROBES = 0.5, 0.1, 16

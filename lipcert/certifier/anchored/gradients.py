@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds import per_image
-from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node, run
+
+if TYPE_CHECKING:
+    from lipcert.certifier.anchored.network import Network
 
 Values = Mapping[Node, Tensor]
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form, column_sums
-from lipcert.certifier.anchored.chains import Pair, work, work_and_calls
-from lipcert.certifier.anchored.entry import ONCE, Stem, Windows
+from lipcert.certifier.anchored.costs import ENTRIES, FEW, GRAMS, PROBES, TOGETHER, worth_writing, writes_rows
 from lipcert.certifier.anchored.gradients import Values, disturbed
-from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
+from lipcert.certifier.anchored.matrices import ONCE, Groups, JacobianMatrix, Stem, Windows, groups_of, written_error
 from lipcert.certifier.anchored.network import Network, an_image
-from lipcert.certifier.anchored.sparse import TOGETHER, nonzero_entries, pixels
+from lipcert.certifier.anchored.sparse import nonzero_entries, pixels
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node
 from lipcert.norms import (
@@ -29,68 +28,20 @@ from lipcert.norms import (
     start_vectors,
     written_row_norms,
 )
+from lipcert.roundoff import Pair
 
-# A Jacobian with at most this many rows or columns is computed in full, which takes fewer products than Lanczos.
-_FEW = 64
-# Row norms are computed exactly for at most this many rows, or rows with at most this many entries, which takes fewer
-# products than a probabilistic bound.
-_PROBES = 256
 # For affine paths, which are the same for all images: Jacobians with at most so many columns are computed in full.
 _LONG = 4096
-# The usual number of products for Lanczos, and what it takes besides, in floating-point operations.
-_PASSES = 100
-SEARCH = 1e8
-# How many times as many floating-point operations a second products of matrices reach as products with vectors.
-_FASTER = 4.0
-# Matrices have at most this many entries for each image; those that are 0 do not count in matrices for all images.
-_ENTRIES = 2**24
 # Windows hold at most this many times as many entries as are not 0.
 _PADDED = 4
 # The largest number of products of numbers in a Gram matrix, some seconds of a core.
 _GRAM_WORK = 2**36
-# The largest number of entries of the Gram matrices of blocks of rows, per image; larger blocks are not bounded
-# separately.
-GRAMS = 2**25
 # The largest number of entries of the Jacobians computed at once, 1 GiB.
 _MOST = 2**27
 # Lanczos runs from all start vectors at once if the values have at most this many entries for an image.
 _COPIED = 2**19
 # The number of entries of all values in one product, so that they stay in the cache.
 _CACHED = 2**22
-
-
-def passes_for(a: Node, b: Node, peak: bool) -> int:
-    """The usual number of products for ‖G(a → b)‖, or with ``peak`` for the largest norm of a row."""
-    few = min(a.entries, b.entries, _PROBES)
-    return few if peak or few <= _FEW else _PASSES
-
-
-def writing(network: Network, a: Node, b: Node) -> float:
-    """An estimate of the floating-point operations of an image for G(a → b) as a matrix and its norm.
-
-    Many products at once take fewer calls, and reach several times as many operations a second.
-    """
-    if network.affine_path(a, b):
-        return 0.0
-    a = (network.entrance(b) if a is network.source else None) or a
-    few, many = sorted((a.entries, b.entries))
-    each, calls = work_and_calls(network.replay.between(a, [b]))
-    return few * (each / _FASTER + calls / TOGETHER) + (2 * few**2 * many + 20 * few**3) / _FASTER
-
-
-def worth_writing(network: Network, a: Node, b: Node) -> bool:
-    """Whether that is little more than a single norm takes otherwise: matrices serve for several."""
-    return writing(network, a, b) <= 2 * (_PASSES * work(network.replay.between(a, [b])) + SEARCH)
-
-
-def writes_few(few: int, many: int) -> bool:
-    """Whether a matrix is computed in any case, because it has few rows or columns."""
-    return few <= _FEW and few * many <= _ENTRIES
-
-
-def writes_rows(rows: float) -> bool:
-    """Whether this number of rows is small enough to compute all of them."""
-    return rows <= _PROBES
 
 
 class LinearOperator(NamedTuple):
@@ -115,7 +66,7 @@ class Jacobians:
         deterministic: bool,
         seed: int,
         delta: float = 0.0,
-        probes: int = _PROBES,
+        probes: int = PROBES,
     ):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
         self.delta, self.probes = delta, probes
@@ -146,7 +97,7 @@ class Jacobians:
 
     def writes_out(self, a: Node, rows: int) -> bool:
         """Whether the norm of a G(a → b) with this many rows is computed from its entries, without start vectors."""
-        return self.deterministic or min(a.entries, rows) <= _FEW
+        return self.deterministic or min(a.entries, rows) <= FEW
 
     def writes(self, a: Node, b: Node) -> bool:
         """Whether G(a → b) is computed as a matrix (:mod:`.matrices`), from which all its norms follow."""
@@ -163,9 +114,9 @@ class Jacobians:
         first = self.first(b) if a is network.source else None
         if first is not None:
             return b is first or self.writes(first, b)
-        if few * many > _ENTRIES * (1 if not network.affine_path(a, b) else 4) or few**2 * many > _GRAM_WORK:
+        if few * many > ENTRIES * (1 if not network.affine_path(a, b) else 4) or few**2 * many > _GRAM_WORK:
             return False
-        return few <= _FEW or self.deterministic or worth_writing(network, a, b)
+        return few <= FEW or self.deterministic or worth_writing(network, a, b)
 
     def first(self, b: Node) -> Node | None:
         """The start c of the first stage, if the perturbed value counts with a factor of its Jacobian there."""
@@ -262,7 +213,7 @@ class Jacobians:
         row, column, value = filled
         groups = groups_of(row, column, (b.entries, a.entries))
         if groups is None:
-            if a.entries * b.entries > 4 * _ENTRIES:
+            if a.entries * b.entries > 4 * ENTRIES:
                 return None
             dense = value.new_zeros(1, b.entries, a.entries)
             dense[0, row, column] = value
@@ -288,14 +239,14 @@ class Jacobians:
         """
         jacobian, by_rows = self.operator(a, b, values, several=True), b.entries <= 4 * a.entries
         product, node = (jacobian.adjoint, b) if by_rows else (jacobian.product, a)
-        entries = nonzero_entries(product, pixels(node, values[node].device), node.entries, 4 * _ENTRIES)
+        entries = nonzero_entries(product, pixels(node, values[node].device), node.entries, 4 * ENTRIES)
         if entries is None or by_rows:
             return entries
         column, row, value = entries
         return row, column, value
 
     def cut(self, b: Node) -> Node | None:
-        """The value c up to which products with G(x → b) take stored matrices (:mod:`.entry`); None without one."""
+        """The c up to which products with G(x → b) take stored matrices (:class:`.matrices.Windows`), or None."""
         c, second = self.first(b), self.network.second
         if self.deterministic or b is self.network.source:
             return None
@@ -321,11 +272,11 @@ class Jacobians:
             if filled is None or not len(filled[0]):
                 return None
             windows = Windows.of(*filled, pixels(b, values[b].device), a.entries)
-            if windows.entries.numel() > min(_ENTRIES, _PADDED * len(filled[0])):
+            if windows.entries.numel() > min(ENTRIES, _PADDED * len(filled[0])):
                 return None
             parts.append(windows)
         stem = Stem.of(*parts)
-        return None if stem is None or stem.shape.entries.numel() > _ENTRIES // 4 else (v, stem)
+        return None if stem is None or stem.shape.entries.numel() > ENTRIES // 4 else (v, stem)
 
     def bent_entry(self, c: Node) -> Node | None:
         """The operation between x and the c of :meth:`cut`, if it is not affine."""
@@ -419,7 +370,7 @@ class Jacobians:
         if (a, u) not in self._bends:
             nonlinear = [node for node in self.network.replay.between(a, [u]) if node in self.network.rules]
             alone = len(nonlinear) == 1 and nonlinear[0] is not u and self._diagonal(nonlinear[0])
-            small = alone and nonlinear[0].entries * max(a.entries, u.entries) <= _ENTRIES
+            small = alone and nonlinear[0].entries * max(a.entries, u.entries) <= ENTRIES
             self._bends[a, u] = nonlinear[0] if small else None
         return self._bends[a, u]
 
@@ -568,7 +519,7 @@ class Jacobians:
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
             jacobian = self.operator(a, b, part, several=True)
             count, device = len(part[a]), part[a].device
-            if rows <= _PROBES:
+            if rows <= PROBES:
                 norms.append(written_row_norms(jacobian.adjoint, count, rows, block=block, device=device))
             elif draw is None:
                 norms.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
@@ -579,17 +530,6 @@ class Jacobians:
                     )
                 )
         return torch.cat(norms)
-
-
-def written_error(columns: int, rows: int) -> float:
-    """The error of norms that are not computed by Lanczos, in units of a bound S on that of a product.
-
-    With n the larger number of entries, each column or row of a matrix computed in full has an error of at most S, and
-    the matrix one of at most √n S. For k Gaussian vectors g_t, the root of a sum of squares over t has an error of at
-    most S(Σ_t ‖g_t‖²)^½ and is divided by √(ck). With c > 1/8 and Σ_t ‖g_t‖² < 2kn, whose failure probability is below
-    e^(−10000) for k ≥ 256 and n ≥ 256, that is at most 4√n S. 16 + 4√n covers both, and one more S.
-    """
-    return 16 + 4 * math.sqrt(max(columns, rows))
 
 
 def rows_of(b: Node, values: Values, form: Form | None) -> int:

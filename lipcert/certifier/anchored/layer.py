@@ -47,13 +47,12 @@ from lipcert.bounds import Value, canonical_forms, gamma, global_values, lengths
 from lipcert.certifier.anchored.gradients import disturbed, tangents
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.certifier.anchored.ray import ROUNDED
-from lipcert.certifier.anchored.rounding import Errors
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, examples, run, segment
 from lipcert.model import Model
 from lipcert.norms import dot_error
 from lipcert.numerics import INFLATE, SAFETY, at_most, l2_norm, over, sum_squares, unit_vectors
-from lipcert.roundoff import Roundoff
+from lipcert.roundoff import Errors, Roundoff
 
 # κ ‖G‖² ρ² is half of this share of the margin, at the radius ρ at which ‖p‖ ρ is the margin.
 _CURVED = 0.8

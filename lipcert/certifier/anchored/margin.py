@@ -14,7 +14,7 @@ from torch import Tensor
 from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search, search_least
 from lipcert.certifier.anchored.gradients import margin_gradients
-from lipcert.certifier.anchored.jacobians import written_error
+from lipcert.certifier.anchored.matrices import written_error
 from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, most_along, scouts, sector
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node

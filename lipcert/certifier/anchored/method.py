@@ -73,10 +73,10 @@ from lipcert.certifier.anchored.effort import chosen, worthwhile
 from lipcert.certifier.anchored.layer import Layer
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
-from lipcert.certifier.anchored.norms import NORM, NormFinder, NormOptions, NormProgress, Norms
+from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
 from lipcert.certifier.anchored.ray import SECTORS
-from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization
+from lipcert.certifier.anchored.walk import NO_CURVATURE, NORM, Curvature, Deviations, Linearization
 from lipcert.graph import Graph, Node
 from lipcert.model import Model
 from lipcert.norms import Ledger

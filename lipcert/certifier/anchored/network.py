@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import NoAnswer, Remainder, arguments, canonical_forms, kept_whole, refusal, remainder_of
-from lipcert.certifier.anchored.chains import Chains
-from lipcert.certifier.anchored.rounding import OperationRounding
 from lipcert.errors import InputError, UnsupportedOperation, WrongDerivative
 from lipcert.graph import (
     REARRANGING,
@@ -28,6 +26,7 @@ from lipcert.graph import (
 )
 from lipcert.model import Model
 from lipcert.numerics import computed_l2_norm
+from lipcert.roundoff import Chains, OperationRounding
 
 # Operations whose result has the same entries as their operand, in the same order.
 _UNMOVED = frozenset(("identity", "dropout", "reshape"))

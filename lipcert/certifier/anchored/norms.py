@@ -6,15 +6,13 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds import Form
-from lipcert.certifier.anchored.chains import Link, Pair
-from lipcert.certifier.anchored.jacobians import Jacobians, rows_of, written_error
+from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
+from lipcert.certifier.anchored.matrices import written_error
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.certifier.anchored.rounding import Entered, Rounded, rounded
@@ -24,6 +22,7 @@ from lipcert.graph import Node
 from lipcert.inputs.artifact import seed_of
 from lipcert.norms import SMALLEST, Budget, Draw, Ledger
 from lipcert.numerics import UNIT, at_most, times
+from lipcert.roundoff import Link, Pair
 from lipcert.settings import RIGORS
 
 NormProgress = Callable[[int, int], None]
@@ -31,25 +30,6 @@ NormProgress = Callable[[int, int], None]
 _CONSTANT = 0.02
 # What identifies a norm: its kind, "norm", "peak" or "form", and its operations.
 NormKey = tuple[str | Node | int, ...]
-
-
-class SeminormKind(Enum):
-    """The seminorm of a deviation δ that is bounded: ‖Mδ‖ for a matrix M, or the largest norm of a part of Mδ."""
-
-    NORM = auto()  # ‖δ‖
-    LARGEST = auto()  # the largest norm of an entry, or of a block of entries
-    CURVATURE = auto()  # ‖Mδ‖, M a form of the rule of an operation for a margin
-
-
-class Seminorm(NamedTuple):
-    """A kind of seminorm, and the operation whose forms define M, with the index of the form."""
-
-    kind: SeminormKind
-    of: Node | None = None
-    form: int = 0
-
-
-NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)
 
 
 @dataclass(frozen=True)
@@ -255,7 +235,7 @@ class NormFinder:
         """The least ‖M G(v → u)‖ ‖G(a → v)‖, which bounds ‖M G(a → u)‖, shape (N,); ∞ without a suitable v.
 
         If every path from the perturbed value to u passes through v, and a comes before v, then
-        G(a → u) = G(v → u) G(a → v); :mod:`.chains` proves it.
+        G(a → u) = G(v → u) G(a → v); :class:`lipcert.roundoff.Chains` proves it.
         """
         network, best = self.network, torch.full_like(next(iter(norms.gains.values())), math.inf)
         for v, norm in last.items():

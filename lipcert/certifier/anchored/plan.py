@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lipcert.certifier.anchored.chains import Pair, work
-from lipcert.certifier.anchored.jacobians import (
-    GRAMS,
-    SEARCH,
-    passes_for,
-    worth_writing,
-    writes_few,
-    writing,
-)
+from lipcert.certifier.anchored.costs import GRAMS, SEARCH, passes_for, work, worth_writing, writes_few, writing
 from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node
+from lipcert.roundoff import Pair
 
 # The usual number of passes for the norm of a single operation, and the cost of a norm without its passes, in
 # floating-point operations.

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.gradients import tangents
-from lipcert.certifier.anchored.norms import Seminorm, SeminormKind
 from lipcert.graph import Node
 from lipcert.numerics import INFLATE, UNIT, at_most, computed_l2_norm, l2_norm, unit_vectors
 
@@ -56,7 +55,7 @@ class Ray:
         targets = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
         source = network.source
         self.tangents = tangents(network, at.values, [u for u in targets if network.replay.depends(u, source)], unit)
-        self._sizes: dict[tuple[Node, Seminorm], Tensor] = {}
+        self._sizes: dict[tuple[Node, bool], Tensor] = {}
         self._entries: dict[Node, Tensor | None] = {}
         self._index: Tensor | None = None
 
@@ -66,18 +65,18 @@ class Ray:
         part._index = index if self._index is None else self._index[index]
         return part
 
-    def size(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """An upper bound on the seminorm of G(x → u) p, shape (N,); ∞ if it is not known.
+    def size(self, u: Node, *, largest: bool) -> Tensor:
+        """An upper bound on ‖G(x → u) p‖, or on the largest entry or block of it, shape (N,); ∞ if it is not known.
 
-        ``u`` is the root of a value. A seminorm with a form is that of :meth:`formed`.
+        ``u`` is the root of a value.
         """
-        key = u, seminorm
+        key = u, largest
         if key not in self._sizes:
-            self._sizes[key] = self._size(u, seminorm)
+            self._sizes[key] = self._size(u, largest)
         return self._sizes[key] if self._index is None else self._sizes[key][self._index]
 
-    def _size(self, u: Node, seminorm: Seminorm) -> Tensor:
-        block, arranged = self.at.plan.blocks.get(u, (1, u)) if seminorm.kind is SeminormKind.LARGEST else (0, u)
+    def _size(self, u: Node, largest: bool) -> Tensor:
+        block, arranged = self.at.plan.blocks.get(u, (1, u)) if largest else (0, u)
         moved = self.tangents.get(arranged if block > 1 else u)
         if moved is None:
             return self._nothing()

@@ -2,8 +2,8 @@
 
 In float64 an operation w computes ĥ_w = f_w(ĥ) + e_w from the computed values ĥ of its operands o. A product of its
 Jacobian at ĥ, or of the transposed Jacobian, with a vector v has an error f with ‖f‖ ≤ κ_wo ‖v‖.
-:class:`OperationRounding` bounds κ_wo and ‖e_w‖ for each operation. Three statements follow. G always denotes a
-Jacobian at the *computed* values, so no second-order term is neglected.
+:class:`lipcert.roundoff.OperationRounding` bounds κ_wo and ‖e_w‖ for each operation. Three statements follow. G always
+denotes a Jacobian at the *computed* values, so no second-order term is neglected.
 
 **Norms.** A computed product is Ĝ(a → b)v = G(a → b)v + Σ_w G(w → b) f_w, by induction over the operations between a
 and b. Let g bound ‖G‖ and the norm of Ĝ applied to a unit vector, for all shorter paths. Then
@@ -11,20 +11,20 @@ and b. Let g bound ‖G‖ and the norm of Ĝ applied to a unit vector, for all 
     ‖Ĝ(a → b)v − G(a → b)v‖ ≤ S(a, b)‖v‖,    S(a, b) = Σ_(o → w) g(a → o) κ_wo g(w → b),
 
 and likewise for the transposed product. A norm computed from such products is raised by c S, where c depends on the
-method (:meth:`.jacobians.Jacobians.error_factor`); if computed matrices of G(c → b) and G(a → c) are multiplied,
-g(a → c) S(c, b) + S(a, c) g(c → b) is added to S(a, b), because Ĝ(c → b) Ĝ(a → c) − G(a → b) is
-(Ĝ(c → b) − G(c → b)) Ĝ(a → c) + G(c → b) (Ĝ(a → c) − G(a → c)). If G(a → b) is computed as G(v → b) D G(a → z) + G₀
-with the diagonal Jacobian D of v = φ(z), and G₀ the Jacobian for a constant v, then G₀ has an error of at most
-S(a, b) + g(a → z) g(D) S(v, b), because G₀ = G(a → o) − G(v → o) D G(a → z) for every o after v; and the product one of
-g(a → z) g(D) S(v, b) + g(a → z) κ_v g(v → b) + S(a, z) g(D) g(v → b). All of this is added. If products with G(x → b)
-take a stored matrix of G(x → c) (:mod:`.entry`), with an error of E, and with one of d for a product with a unit
-vector, then those after c, whose operands are larger by G(c → o) of what is lost at c, err by at most S(x, b) + d g(c →
-b) + (d + E) S(c, b), and E g(c → b) counts once in a norm. With s = d + S(x, c)/100, and E ≤ √n S(x, c) for n stored
-columns or rows, d + E is at most 1e8 s, and E at most c s for the c of Lanczos. So S(x, b) + s (g(c → b) + 1e8 S(c, b))
-is enough. S includes one more S than needed, so that a raised norm is a bound g too. The other g are products of norms
-of single operations, A + κ each, and of known norms (:mod:`.chains`). Each norm is first assumed to be slightly larger
-than computed. If the assumption does not cover the error, it is enlarged; after several failures the norm is dropped.
-Once all assumptions hold, all bounds are proved by induction over the length of the paths.
+method (:meth:`.jacobians.Jacobians.error_factor`); if computed matrices of G(c → b) and G(a → c) are multiplied, g(a →
+c) S(c, b) + S(a, c) g(c → b) is added to S(a, b), because Ĝ(c → b) Ĝ(a → c) − G(a → b) is (Ĝ(c → b) − G(c → b)) Ĝ(a →
+c) + G(c → b) (Ĝ(a → c) − G(a → c)). If G(a → b) is computed as G(v → b) D G(a → z) + G₀ with the diagonal Jacobian D of
+v = φ(z), and G₀ the Jacobian for a constant v, then G₀ has an error of at most S(a, b) + g(a → z) g(D) S(v, b), because
+G₀ = G(a → o) − G(v → o) D G(a → z) for every o after v; and the product one of g(a → z) g(D) S(v, b) + g(a → z) κ_v g(v
+→ b) + S(a, z) g(D) g(v → b). All of this is added. If products with G(x → b) take a stored matrix of G(x → c)
+(:class:`.matrices.Windows`), with an error of E, and with one of d for a product with a unit vector, then those after
+c, whose operands are larger by G(c → o) of what is lost at c, err by at most S(x, b) + d g(c → b) + (d + E) S(c, b),
+and E g(c → b) counts once in a norm. With s = d + S(x, c)/100, and E ≤ √n S(x, c) for n stored columns or rows, d + E
+is at most 1e8 s, and E at most c s for the c of Lanczos. So S(x, b) + s (g(c → b) + 1e8 S(c, b)) is enough. S includes
+one more S than needed, so that a raised norm is a bound g too. The other g are products of norms of single operations,
+A + κ each, and of known norms (:class:`lipcert.roundoff.Chains`). Each norm is first assumed to be slightly larger than
+computed. If the assumption does not cover the error, it is enlarged; after several failures the norm is dropped. Once
+all assumptions hold, all bounds are proved by induction over the length of the paths.
 
 **Values.** The exact network with the perturbation δ deviates from the computed values by
 
@@ -59,19 +59,17 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lipcert.bounds import WINDOW, Jacobian, Schur, gamma, jacobian_of, lengths, schur_bounds
-from lipcert.certifier.anchored.chains import Chains, Link, Pair
-from lipcert.certifier.anchored.entry import ONCE
-from lipcert.graph import REARRANGING, Node
+from lipcert.bounds import WINDOW, gamma, lengths
+from lipcert.certifier.anchored.matrices import ONCE
+from lipcert.graph import Node
 from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most, times
+from lipcert.roundoff import Chains, Errors, Link, OperationRounding, Pair
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6
 _ATTEMPTS = 12
 # Larger norms count as infinite.
 _HUGE = 1e140
-# The relative error of a product with the Jacobian of an operation that has no bounds of its own.
-_UNKNOWN = 2.0**-40
 _ENTRIES = 2**26
 # What an entry of a result or of a product may lose by underflow.
 _UNDERFLOW = math.sqrt(SMALLEST_NORMAL * WINDOW)
@@ -79,116 +77,6 @@ _UNDERFLOW = math.sqrt(SMALLEST_NORMAL * WINDOW)
 
 # The first value, a bend and an error, as for :class:`PathBounds`.
 Entered = tuple[Node, Node | None, Tensor]
-
-
-class OperationRounding:
-    """The rounding errors of the single operations of a network, from norms of the absolute values of their Jacobians.
-
-    Let A ≥ ‖|J|‖ for an operation as a function of one operand. A product with J whose entries are sums of n terms has
-    an error of at most κ ‖v‖ with κ = γ_n A. The rule of an operation knows A and κ (:mod:`lipcert.bounds._jacobian`):
-    its ``jacobian``, or ``schur`` where it is affine. Operations without, such as a user's own, have no bounds here.
-    The error of a value is at most γ(Σ A‖ĥ_o‖ + ‖constants‖), and ‖constants‖ ≤ ‖result‖ + Σ A‖ĥ_o‖.
-
-    Attributes:
-        answers: what the rule of each operation says of its Jacobian; None if nothing.
-    """
-
-    def __init__(self, chains: Chains):
-        self.chains = chains
-        self.answers = {node: jacobian_of(node) for node in chains.links}
-        self._affine: dict[Link, tuple[float, float]] = {}
-
-    def bounded(self, link: Link) -> bool:
-        """Whether the norm of an operation is bounded here; otherwise it must be computed."""
-        return link.isometric or (len(link.path) == 1 and self.answers[link.node] is not None)
-
-    @torch.no_grad()
-    def __call__(self, values: Mapping[Node, Tensor], norms: Mapping[Link, Tensor] = MappingProxyType({})) -> Errors:
-        """Bounds at nominal values, each of shape (N, *node.shape), given the computed norms, each of shape (N,)."""
-        gains: dict[Link, Tensor] = {}
-        off: dict[Link, Tensor] = {}
-        errors: dict[Node, Tensor] = {}
-        like = values[self.chains.source]
-        zeros = torch.zeros(len(like), dtype=torch.float64, device=like.device)
-        for node, links in self.chains.links.items():
-            error = gamma(0) * lengths(values[node])
-            for link in links:
-                gain, kappa = self._link(link, values, norms=True) if self.bounded(link) else _from_norm(link, norms)
-                gains[link], off[link] = at_most(zeros + gain), at_most(zeros + kappa)
-                error = error + 2 * off[link] * lengths(values[link.operand])
-            if all(link.isometric for link in links) and node.op in REARRANGING:
-                error = zeros
-            errors[node] = at_most(error + _lost(node))
-        return Errors(gains, off, errors, zeros)
-
-    @torch.no_grad()
-    def errors(self, values: Mapping[Node, Tensor]) -> dict[Node, Tensor]:
-        """Bounds on ‖e_w‖ without computed norms, each of shape (N,); estimates for operations without bounds."""
-        bounds: dict[Node, Tensor] = {}
-        for node, links in self.chains.links.items():
-            whole, answer = lengths(values[node]), self.answers[node]
-            error = (0 if all(link.moves for link in links) else gamma(0)) * whole
-            for link in links:
-                size = lengths(values[link.operand])
-                if link.moves:
-                    continue
-                if isinstance(answer, Jacobian) and answer.absolute is not None:
-                    error = error + answer.absolute * gamma(0) * size
-                elif self.bounded(link):
-                    error = error + 2 * self._link(link, values)[1] * size
-                else:
-                    error = error + _UNKNOWN * (size + whole)
-            bounds[node] = at_most(error if all(link.moves for link in links) else error + _lost(node))
-        return bounds
-
-    def _link(
-        self, link: Link, values: Mapping[Node, Tensor], *, norms: bool = False
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """A and κ; with ``norms`` a smaller bound on ‖J‖ for A, if there is one."""
-        node, answer = link.node, self.answers[link.node]
-        if link.isometric:
-            return 1.0, gamma(0)
-        places = [place for place, operand in enumerate(node.operands) if operand is link.operand]
-        if isinstance(answer, Schur):
-            if link not in self._affine:
-                bounds = [schur_bounds(answer, node, place, values) for place in places]
-                self._affine[link] = sum(gain for gain, _ in bounds), sum(kappa for _, kappa in bounds)
-            return self._affine[link]
-        assert answer is not None
-        pairs = [answer.bounds(node, place, values) for place in places]
-        gains = [gain for gain, _ in pairs]
-        if norms and answer.norm is not None:
-            gains = [answer.norm(node, place, values) for place in places]
-        return sum(gains), sum(kappa for _, kappa in pairs)
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Bounds for single operations, each of shape (N,).
-
-    Attributes:
-        gains: bounds on ‖J_wo‖.
-        off: bounds κ_wo on the errors of products.
-        errors: bounds on ‖e_w‖.
-        zeros: zeros.
-    """
-
-    gains: dict[Link, Tensor]
-    off: dict[Link, Tensor]
-    errors: dict[Node, Tensor]
-    zeros: Tensor
-
-
-def _from_norm(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float, Tensor | float]:
-    """A and κ of an operation without bounds, from its norm: ‖|J|‖ ≤ ‖J‖_F ≤ √min(m, n) ‖J‖ for an m × n matrix J."""
-    norm = norms.get(link, math.inf)
-    gain = 2 * math.sqrt(min(math.prod(link.operand.shape), math.prod(link.node.shape))) * norm
-    return gain, _UNKNOWN * gain
-
-
-def _lost(node: Node) -> float:
-    """A bound on the norm of the underflow errors of a result, which may be the root of a sum that underflows."""
-    return _UNDERFLOW * math.sqrt(max(1, math.prod(node.shape)))
 
 
 @dataclass(frozen=True)

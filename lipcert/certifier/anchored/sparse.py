@@ -11,7 +11,7 @@ from torch import Tensor
 from lipcert.graph import Node
 
 # The number of unit vectors in one product.
-TOGETHER = 64
+_TOGETHER = 64
 
 
 def nonzero_entries(
@@ -28,7 +28,7 @@ def nonzero_entries(
         return None
     rows, columns, values, count = [], [], [], 0
     for together, owner, read in apart:
-        for some in groups[together].mT.split(TOGETHER):
+        for some in groups[together].mT.split(_TOGETHER):
             unit = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
             moved = product(unit.scatter_(2, some[:, None], 1.0))[:, 0, read]
             line, place = moved.nonzero().unbind(1)
@@ -55,7 +55,7 @@ def _reading_apart(
     parts: list[tuple[list[Tensor], list[int]]] = []
     taken: Tensor | None = None  # whether a column is read in a part, shape (at least parts, columns)
     counts: list[int] = []  # the number of these
-    for some in torch.arange(len(groups), device=groups.device).split(TOGETHER):
+    for some in torch.arange(len(groups), device=groups.device).split(_TOGETHER):
         marked = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
         marked.scatter_(2, groups[some][:, None], math.nan)
         for group, reads in zip(some.tolist(), product(marked)[:, 0].isnan(), strict=True):

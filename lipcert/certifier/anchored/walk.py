@@ -12,24 +12,45 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds import Remainder
-from lipcert.certifier.anchored.layer import LayerAt
 from lipcert.certifier.anchored.network import Network, Stage
-from lipcert.certifier.anchored.norms import LARGEST, NORM, NormFinder, NormProgress, Seminorm, SeminormKind
-from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.ray import Sector
 from lipcert.graph import Node
 from lipcert.norms import Ledger
 from lipcert.numerics import at_most, l2_norm
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from lipcert.certifier.anchored.layer import LayerAt
+    from lipcert.certifier.anchored.norms import NormFinder, NormProgress
+    from lipcert.certifier.anchored.plan import NormPlan
+    from lipcert.certifier.anchored.ray import Sector
+
+
+class SeminormKind(Enum):
+    """The seminorm of a deviation δ that is bounded: ‖Mδ‖ for a matrix M, or the largest norm of a part of Mδ."""
+
+    NORM = auto()  # ‖δ‖
+    LARGEST = auto()  # the largest norm of an entry, or of a block of entries
+    CURVATURE = auto()  # ‖Mδ‖, M a form of the rule of an operation for a margin
+
+
+class Seminorm(NamedTuple):
+    """A kind of seminorm, and the operation whose forms define M, with the index of the form."""
+
+    kind: SeminormKind
+    of: Node | None = None
+    form: int = 0
+
+
+NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)
 
 
 @dataclass(frozen=True)
@@ -285,7 +306,7 @@ class _Reach:
         """An upper bound on ‖M G(x → u) δ‖, shape (N,), for the M of a seminorm."""
         if self.sector is None or (self.at.network.source, u) in self.at.plan.unconnected:
             return gain * self.eps
-        size = self.sector.ray.size(u, seminorm) if along is None else along
+        size = self.sector.ray.size(u, largest=seminorm.kind is SeminormKind.LARGEST) if along is None else along
         return self.sector.moved(size, gain, self.eps)
 
     def each(self, v: Node, rows: Tensor) -> Tensor:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lipcert.bounds import column_sums
-from lipcert.certifier.anchored.chains import Pair
-from lipcert.certifier.anchored.entry import Windows
-from lipcert.certifier.anchored.jacobians import Jacobians
-from lipcert.certifier.anchored.matrices import JacobianMatrix
+from lipcert.certifier.anchored.matrices import JacobianMatrix, Windows
 from lipcert.graph import Node
+from lipcert.roundoff import Pair
+
+if TYPE_CHECKING:
+    from lipcert.certifier.anchored.jacobians import Jacobians
 
 # Matrices of this many times as many columns as rows count with a square factor.
 _WIDE = 2

@@ -19,8 +19,7 @@ path passes through b. Its first part ends at a and contains no operation after 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +32,6 @@ Pair = tuple[Node, Node]
 
 _SIDE_BY_SIDE = frozenset(("cat", "stack"))
 _ADDING = frozenset(("add", "sub", "rsub"))
-
-# The overhead of calling an operation, in floating-point operations: about 30 microseconds on a core.
-_CALL = 3e5
 
 
 @dataclass(frozen=True)
@@ -152,23 +148,3 @@ def _reads(node: Node) -> tuple[tuple[Node, ...], list[Node]]:
             before, sources = _reads(operand)
             path, operands = [*(n for n in before if n not in path), *path], [*operands, *sources]
     return tuple(path), list(dict.fromkeys(operands))
-
-
-def work(path: Iterable[Node]) -> float:
-    """An estimate of the floating-point operations that these operations take for one image, calls included."""
-    return sum(work_and_calls(path))
-
-
-def work_and_calls(path: Iterable[Node]) -> tuple[float, float]:
-    """The floating-point operations for one image, and what their calls take, in the same unit."""
-    nodes = list(path)
-    return sum(map(_work, nodes)), _CALL * len(nodes)
-
-
-def _work(node: Node) -> float:
-    entries = math.prod(node.shape)
-    weights = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor) and arg.dim() > 1]
-    if node.op in ("linear", "matmul") or (isinstance(node.op, str) and node.op.startswith("conv")):
-        inner = math.prod(weights[0].shape[1:]) if weights else (node.operands[0].shape or (1,))[-1]
-        return 2.0 * entries * inner
-    return 10.0 * entries
