@@ -1,5 +1,6 @@
 """The ledger of δ: vectors that are met once, and certificates that fail no more often than they say."""
 
+import itertools
 import math
 import pickle
 from collections import Counter
@@ -14,7 +15,7 @@ from torch import nn
 import lipcert
 from lipcert.bounds import _masked, margins
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier.anchored import jacobians
+from lipcert.certifier.anchored import costs, jacobians
 from lipcert.errors import LedgerError
 from lipcert.norms import Budget, Ledger, Rigor, lanczos_norm
 from lipcert.settings import RIGORS
@@ -288,8 +289,8 @@ def test_certificates_fail_no_more_often_than_the_ledger_says():
 
 def test_norms_of_a_network_fail_no_more_often_than_the_ledger_says(monkeypatch):
     """All Jacobian norms of an image together, with a δ of one in five and few steps of Lanczos."""
-    monkeypatch.setattr(jacobians, "_FEW", 0)
-    monkeypatch.setattr(jacobians, "_PROBES", 0)
+    for module, name in itertools.product((jacobians, costs), ("FEW", "PROBES")):
+        monkeypatch.setattr(module, name, 0)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
     model = lipcert.load(net.eval(), mean=(0.5,), std=(0.5,), input_size=(1, 3, 3)).double()

@@ -17,7 +17,6 @@ from lipcert.bounds._remainder import largest_share
 from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.margin import RivalMargin, Weighed, _with_sectors, curvature_norms
 from lipcert.certifier.anchored.network import Network
-from lipcert.certifier.anchored.norms import NORM
 from lipcert.certifier.anchored.ray import SECTORS, sector
 from lipcert.graph import Node
 from lipcert.surgery import SmoothMaxMin
@@ -218,7 +217,7 @@ def test_where_there_is_no_direction_the_ball_counts():
     model.net[-1].bias.data.copy_(torch.arange(4.0))
     one, _ = toward(model)
     assert not bool(one.ray.defined.any())
-    assert bool((one.ray.size(one.at.network.graph.output, NORM) == math.inf).all())
+    assert bool((one.ray.size(one.at.network.graph.output, largest=False) == math.inf).all())
     assert bool((one.bound(torch.ones(2, dtype=torch.float64)) > 0).all())
 
 

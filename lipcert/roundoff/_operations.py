@@ -10,13 +10,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Jacobian, Schur, gamma, jacobian_of, lengths, schur_bounds
+from lipcert.bounds import WINDOW, Jacobian, Schur, gamma, jacobian_of, lengths, schur_bounds
 from lipcert.graph import REARRANGING, Node
-from lipcert.numerics import at_most
+from lipcert.numerics import SMALLEST_NORMAL, at_most
 from lipcert.roundoff._chains import Chains, Link
 
 # The relative error of a product with the Jacobian of an operation that has no bounds of its own.
 _UNKNOWN = 2.0**-40
+# What an entry of a result or of a product may lose by underflow.
+UNDERFLOW = math.sqrt(SMALLEST_NORMAL * WINDOW)
 
 
 class OperationRounding:
@@ -126,4 +128,4 @@ def _from_norm(link: Link, norms: Mapping[Link, Tensor]) -> tuple[Tensor | float
 
 def _lost(node: Node) -> float:
     """A bound on the norm of the underflow errors of a result, which may be the root of a sum that underflows."""
-    return _UNDERFLOW * math.sqrt(max(1, math.prod(node.shape)))
+    return UNDERFLOW * math.sqrt(max(1, math.prod(node.shape)))

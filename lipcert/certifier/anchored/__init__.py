@@ -6,7 +6,6 @@ Read the modules in this order:
 - :mod:`.plan`: which norms of Jacobians are computed, and at what cost;
 - :mod:`.jacobians`: products with Jacobians, and norms from them;
 - :mod:`.norms`: the norms of a plan at images, and their failure probability;
-- :mod:`.effort`: which of them are worth computing, and how tightly;
 - :mod:`.ray`: perturbations split along the gradient of a margin;
 - :mod:`.walk`: the deviation of every value for perturbations of norm ε, from norms and remainders;
 - :mod:`.margin`: lower bounds on a margin;

@@ -150,19 +150,14 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
             for number, form in enumerate(answer.forms):
                 u, form = network.root(v.operands[form.operand]), form.only(some)
                 key = ledger.only(some).part(network.replay.position[v], number)
-                norms, by_products = {u: form.norm}, []  # ‖M G(u → u)‖ = ‖M‖
+                norms = {u: form.norm}  # ‖M G(u → u)‖ = ‖M‖
                 for a in dict.fromkeys((network.source, stage.start, *stage.nonlinear[:place])):
                     if a is u or (a, u) in at.plan.unconnected:
                         continue
-                    # Products bound the others: ‖M‖ ‖G(a → u)‖, or through a value with a norm.
-                    if at.plan.by_products(a, u) or not at.finder.wants("form", a, v, number):
-                        by_products.append(a)
+                    if (a, u) in at.plan.covered:
+                        norms[a] = form.norm * part.gain(a, u)
                     else:
                         norms[a] = at.finder.formed(a, v, number, part.values, form, part.norms, key)
-                computed = {a: norm for a, norm in norms.items() if a is not u}
-                for a in by_products:
-                    least = at.finder.product(a, u, computed, part.norms)
-                    norms[a] = torch.minimum(form.norm * part.gain(a, u), least)
                 along = unknown[some] if toward.ray is None else toward.ray.formed(v.operands[form.operand], form, some)
                 every = {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}
                 by_operation[v].append(FormNorms(u, every, unknown.index_copy(0, some, along)))
@@ -341,8 +336,8 @@ class RivalMargin:
                 used = torch.where(some, contracted.linear, 0.0)
                 linear[u] = used + linear[u] if u in linear else used
                 at_nodes = self._gradients(linear)[1]
-                sizes = (l2_norm(per_image(part), 1) for part in (at_nodes.get(u, used), used))
-                error = _ADDED * sum(sizes)  # of the sum of this term and the gradient
+                gradient, term = (l2_norm(per_image(part), 1) for part in (at_nodes.get(u, used), used))
+                error = _ADDED * (gradient + term)  # of the sum of this term and the gradient
             forms[v] = Weighed(contracted, worth, error)
         return RivalMargin(self.at, *self._rivalry, linear) if linear else self, upto, forms
 

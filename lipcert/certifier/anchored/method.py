@@ -45,12 +45,12 @@ for every entry that can lose some of the margin m_j, with its own width. The te
 subtracted from the margin, so they change its gradients and no norm (:class:`.margin.RivalMargin`). Max and min of two
 values are written as ReLU of their difference, so a pair of them has one remainder.
 
-**A verdict at one ε** needs less than the radius. Quick norms (:mod:`.effort`) come first, for all images. Images for
-which they suffice are done, without further forms. So are images that no norms can certify, because the margin toward
-some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε, and images with a radius many times below ε, which
-experience says that no norms certify. The others get the norms for a full radius. The quick ones and these use half of
-the failure probability each. If both are valid, so is the larger radius. Contracted forms hold up to a multiple of the
-radius without them, so they are left out where that is not above ε.
+**A verdict at one ε** needs less than the radius. Quick norms, within a larger tolerance, come first, for all images.
+Images for which they suffice are done, without further forms. So are images that no norms can certify, because the
+margin toward some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε, and images with a radius many times below
+ε, which experience says that no norms certify. The others get the norms for a full radius. Both use half of the failure
+probability. If both are valid, so is the larger radius. Contracted forms hold up to a multiple of the radius without
+them, so they are left out where that is not above ε.
 
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability of an image
 (lipcert.norms.budget). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
@@ -60,7 +60,6 @@ own, because cancellation can make them as large as the computed number: :mod:`l
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -69,7 +68,6 @@ import torch
 from torch import Tensor
 
 from lipcert.certifier._search import search_each
-from lipcert.certifier.anchored.effort import chosen, worthwhile
 from lipcert.certifier.anchored.layer import Layer
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
@@ -90,6 +88,8 @@ _ENTRIES = 2**25
 FULL = 4e9
 # What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.
 _SEARCHED = 50
+# Verdicts take quick norms first, within this tolerance, where norms take this many floating-point operations.
+_QUICKLY, _WORTH = 0.5, 1e11
 # A verdict at more than this multiple of the radius from quick norms is left open: all norms and forms do not reach it.
 _HOPELESS = 4.0
 
@@ -99,7 +99,7 @@ class Anchored:
 
     Attributes:
         finder: computes the norms.
-        quick: computes the quick norms, before a verdict at ``eps``; None if they are not used, or not yet chosen.
+        quick: computes quick norms, before a verdict at ``eps``; None if they are not used.
         layer: the last layer before the perturbed value; None if nothing is known of it.
 
     Args:
@@ -128,11 +128,11 @@ class Anchored:
         settings = NormOptions(**options)
         network = Network(model, at=at, graph=graph, merged=not isinstance(at, int))
         plan = NormPlan(network, anchored_pairs(network))
-        self._quickly = eps is not None and worthwhile(plan, settings)
+        quickly = eps is not None and not settings.deterministic and plan.work >= _WORTH
         self.eps = eps if plan.work >= FULL else None
         spare = ROUNDS * weighable(network)
-        self.finder = NormFinder(network, plan, settings, variants=2 if self._quickly else 1, spare=spare)
-        self.quick: NormFinder | None = None
+        self.finder = NormFinder(network, plan, settings, variants=2 if quickly else 1, spare=spare)
+        self.quick = self.finder.within(_QUICKLY) if quickly else None
         self.layer: Layer | None = None
 
     @property
@@ -156,13 +156,6 @@ class Anchored:
 
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
-        if self.finder.effort is None:
-            choice = chosen(self.finder, quickly=self._quickly)
-            self.finder.effort = choice.whole
-            if choice.quick is not None:
-                # Norms that are the same for all images are computed once, and every image is charged by both finders.
-                self.quick = copy.copy(self.finder)
-                self.quick.effort = choice.quick
         layer = None if self.layer is None else self.layer.at(images)
         at = Linearization(self.quick or self.finder, images, progress, ledger=ledger, layer=layer)
         return Anchor(self, at, progress)

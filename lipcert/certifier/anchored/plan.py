@@ -53,9 +53,11 @@ class NormPlan:
     """The norms that are computed for every image.
 
     Attributes:
-        pairs: the pairs (a, b) whose ‖G(a → b)‖ is computed.
-        peaks: the pairs (a, b) for which the largest norm of a row of G(a → b), or of a block of rows, is computed too.
+        pairs: the pairs (a, b) whose ‖G(a → b)‖ is bounded.
+        peaks: the pairs (a, b) whose rule uses the largest norm of a row of G(a → b), or of a block of rows.
         unconnected: the requested pairs (a, b) for which b does not depend on a.
+        computed: the pairs whose ‖G(a → b)‖ is computed, neither loose nor covered.
+        computed_peaks: the peaks that are computed, not covered.
         links: single operations whose norms are computed, because they have no bounds.
         loose: the pairs that products of other norms bound well enough.
         covered: the pairs (c, b) that products bound, because the pairs (x, b) say more: c is the start of the first
@@ -80,6 +82,8 @@ class NormPlan:
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
+        self.computed = [pair for pair in self.pairs if pair not in self.loose | self.covered]
+        self.computed_peaks = [pair for pair in self.peaks if pair not in self.covered]
         self.links = [link for link in network.chains.unknown if not network.local.bounded(link)]
 
     @property
@@ -90,21 +94,13 @@ class NormPlan:
     @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
-        skipped = self.loose | self.covered
-        return (
-            sum(self.work_of(a, b) for a, b in self.pairs if (a, b) not in skipped)
-            + sum(self.work_of(a, b, peak=True) for a, b in self.peaks if (a, b) not in self.covered)
-            + self.work_of_links
-        )
+        norms = sum(self.work_of(a, b) for a, b in self.computed)
+        return norms + sum(self.work_of(a, b, peak=True) for a, b in self.computed_peaks) + self.work_of_links
 
     @property
     def memory(self) -> float:
         """An estimate of the bytes of the Jacobians of an image that are written out."""
-        written = (
-            (a, b)
-            for a, b in self.pairs
-            if (a, b) not in self.loose | self.covered and not self.network.affine_path(a, b)
-        )
+        written = ((a, b) for a, b in self.computed if not self.network.affine_path(a, b))
         return sum(8.0 * a.entries * b.entries for a, b in written if worth_writing(self.network, a, b))
 
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
@@ -127,10 +123,6 @@ class NormPlan:
         network, c = self.network, self.network.stages[0].start
         others = frozenset(b for a, b in self.pairs if a is network.source and not network.affine_path(c, b))
         return frozenset((a, b) for a, b in self.pairs if a is c and b in others and c is not network.source)
-
-    def by_products(self, a: Node, u: Node) -> bool:
-        """Whether products of other norms bound ‖M G(a → u)‖."""
-        return (a, u) in self.covered
 
     def _features(self) -> frozenset[Pair]:
         """The pairs (a, features of a linear head) with matrices of many rows.

@@ -59,11 +59,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lipcert.bounds import WINDOW, gamma, lengths
+from lipcert.bounds import gamma, lengths
 from lipcert.certifier.anchored.matrices import ONCE
 from lipcert.graph import Node
-from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most, times
-from lipcert.roundoff import Chains, Errors, Link, OperationRounding, Pair
+from lipcert.numerics import SAFETY, at_most, times
+from lipcert.roundoff import UNDERFLOW, Chains, Errors, Link, OperationRounding, Pair
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6
@@ -71,8 +71,6 @@ _ATTEMPTS = 12
 # Larger norms count as infinite.
 _HUGE = 1e140
 _ENTRIES = 2**26
-# What an entry of a result or of a product may lose by underflow.
-_UNDERFLOW = math.sqrt(SMALLEST_NORMAL * WINDOW)
 
 
 # The first value, a bend and an error, as for :class:`PathBounds`.
@@ -104,10 +102,6 @@ class Rounded:
         noise, errors = ({node: value[index] for node, value in table.items()} for table in (self.noise, self.errors))
         off = {link: value[index] for link, value in self.off.items()}
         return Rounded(noise, errors, off, self.paths[index], self.starts, self.place)
-
-    def path(self, a: Node, b: Node) -> Tensor:
-        """An upper bound on ‖G(a → b)‖, shape (N,)."""
-        return self.paths[:, self.starts[a], self.place[b]]
 
     def loss(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
         """A margin lost to rounding: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o with φ_o = Σ_w κ_wo‖p_w‖, and Σ_o φ_o ‖G(a → o)‖."""
@@ -205,7 +199,7 @@ class PathBounds:
     def off_by(self) -> Tensor:
         """S for all (a, b), shape (N, values, values)."""
         paths = self.bounds.clamp_max(_HUGE)
-        first = torch.full_like(paths, _UNDERFLOW)
+        first = torch.full_like(paths, UNDERFLOW)
         endless = bool((self.bounds >= _HUGE).any())
         for link, kappa in self.off.items():
             o, w = self.place[link.operand], self.place[link.node]
