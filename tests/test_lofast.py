@@ -251,6 +251,27 @@ def test_deterministic_norms_are_below_the_probabilistic_ones():
         assert bool((exact.radius(predicted, gaps) >= sampled.radius(predicted, gaps) * (1 - 2e-3)).all())
 
 
+def test_columns_behind_activations(monkeypatch):
+    """Those of the last matrix exactly; with random vectors, above these and not by much. They enlarge radii."""
+    model, pixels = perceptron(), images(2)
+    exact = Anchored(model)
+    (gelu,) = (v for v in exact.network.rules if v.op == "gelu")
+    found = exact(pixels).norms.columns
+    torch.testing.assert_close(
+        found[gelu, exact.network.graph.output][0], model.net[5].weight.norm(dim=0), rtol=1e-8, atol=0
+    )
+    predicted, gaps = margins(model(pixels))
+    radius = exact(pixels).radius(predicted, gaps)
+    monkeypatch.setattr("lipcert.certifier.anchored.jacobians._LONG", 0)
+    monkeypatch.setattr("lipcert.certifier.anchored.jacobians.Jacobians.writes", lambda *_: False)
+    sampled = Anchored(model)
+    for above, below in zip(sampled(pixels).norms.columns.values(), found.values(), strict=True):
+        assert bool((above >= below * (1 - 1e-9)).all())
+        assert bool((above <= below * 1.5).all())
+    exact.plan.columns.clear()
+    assert bool((exact(pixels).radius(predicted, gaps) < radius).all())
+
+
 def test_rows_of_linear_paths_are_exact():
     """Rows that are longer, and more, than what is written out for each image by itself."""
     torch.manual_seed(0)

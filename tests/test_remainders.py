@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from rule_attacks import Linearised, against, norms
+from rule_attacks import Linearised, against, norms, repeated
 from scipy.optimize import minimize_scalar
 from torch import nn
 
@@ -22,6 +22,7 @@ from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown, _odds
 from lipcert.graph import Node, capture, needed
 from lipcert.graph._graph import run
+from lipcert.numerics import at_most
 from lipcert.surgery import (
     ClippedReLU,
     GroupLayerProject,
@@ -397,6 +398,7 @@ def test_contracted_forms_are_sharp_for_small_deviations(key):
 
 
 KINKED_ENTRIES = BENT | {"abs", "clamp", "hardtanh", "relu6", "hardsigmoid", "prelu", "softshrink"}
+SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | KINKED_ENTRIES | {"hardswish"}]
 
 
 @pytest.mark.parametrize("key", sorted(BENT))
@@ -485,9 +487,30 @@ def test_what_lies_beyond_kinks(entries, rho, seed):
 
 
 def test_rules_declare_their_optional_answers():
+    assert {key for key, _ in NAMED if REMAINDERS[key].sums} == {key for key, _ in SUMMED}
     assert {key for key, _ in NAMED if REMAINDERS[key].contracts} == CONTRACTED
     for rule in answers("remainder").values():
+        assert rule.sums == overrides(rule, "total")
         assert overrides(rule, "contracted") or not rule.contracts
+
+
+@pytest.mark.parametrize(("key", "index"), SUMMED)
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_the_total_of_a_remainder_by_weights(key, index, share):
+    """Σ w_i |R_i| of no deviation of norm at most ρ with entries of at most p is larger, ascent included."""
+    site = site_at(key, index)
+    plain = seeded(*site.result.shape, seed=3)
+    for weight in (torch.where(plain > 0, plain, 0.0), torch.ones_like(plain)):
+        flat = weight.flatten(1)
+        for rho in RADII[::2]:
+            peak = share * rho
+            given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
+            bound = at_most(site.rule.total(flat, given))
+            slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
+            summed = lambda rest, weight=weight: (rest.abs() * repeated(weight, rest)).flatten(1).sum(1)  # noqa: E731
+            for rest, _ in site.ascent(summed, [rho], 3, cut_to(peak)):
+                found = summed(rest).reshape(-1, POINTS)
+                assert bool((found <= bound * (1 + 1e-9) + slack).all()), (rho, found, bound)
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))

@@ -79,9 +79,12 @@ class Kinked(Remainder):
 
 
 class KinkedEntries(Kinked):
-    """Functions of single entries with kinks."""
+    """Functions of single entries with kinks. Total: as against −w."""
 
-    entrywise = each = True
+    entrywise = sums = True
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+        return beyond(self.slope * weight, self.distance, *self._reach(rho))
 
 
 def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tensor:

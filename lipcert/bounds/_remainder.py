@@ -46,7 +46,7 @@ class Remainder(ABC):
     Attributes:
         entrywise: the operation is applied entry by entry to one operand, and the rule uses a bound on the deviation of
             any single entry.
-        each: the rule also takes bounds on the deviations of all entries, shape (N, entries), in place of that bound.
+        sums: the rule defines :meth:`total`.
         contracts: the rule defines :meth:`contracted`.
         has_kinks: the operation has kinks, near which R is as large as the deviation.
 
@@ -60,7 +60,7 @@ class Remainder(ABC):
     """
 
     entrywise: ClassVar[bool] = False
-    each: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
     has_kinks: ClassVar[bool] = False
 
@@ -117,6 +117,14 @@ class Remainder(ABC):
                 for every deviation within ``rho``.
         """
         return None
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+        """An upper bound on Σ w_i |R_i|, shape (N,), for w ≥ 0 of shape (N, entries); ∞ if unknown.
+
+        After a linear map A, the remainder has norm at most Σ_i ‖column i of A‖ |R_i|. That is often much smaller than
+        ‖A‖ · norm(ρ): A stretches only few directions by its norm, and they are no single entries.
+        """
+        return torch.full_like(rho[0], math.inf)
 
 
 def remainder(*targets: Any) -> Callable[[RemainderClass], RemainderClass]:
@@ -238,7 +246,7 @@ class Smooth(Remainder):
 
     curvature: ClassVar[float]
     downward: ClassVar[float] = math.inf
-    entrywise = each = contracts = True
+    entrywise = sums = contracts = True
     _latest: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -279,6 +287,9 @@ class Smooth(Remainder):
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         form = Form.weights(self._weights(direction, rho).sqrt().reshape(direction.shape))
         return Contracted((form,), lambda rho, sizes: sizes[0].square())
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+        return largest_share(weight * self._local(rho) / 2, rho[0], each_entry(rho))
 
 
 def each_entry(rho: Sequence[Tensor]) -> Tensor:

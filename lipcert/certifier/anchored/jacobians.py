@@ -32,6 +32,8 @@ from lipcert.roundoff import Pair
 
 # For affine paths, which are the same for all images: Jacobians with at most so many columns are computed in full.
 _LONG = 4096
+# Norms of longer columns are bounded with this many products.
+_COLUMN_PROBES = 512
 # Windows hold at most this many times as many entries as are not 0.
 _PADDED = 4
 # The largest number of products of numbers in a Gram matrix, some seconds of a core.
@@ -157,6 +159,10 @@ class Jacobians:
         """The same for the largest norm of a row; for an affine path it is computed once for all images."""
         few = writes_rows(min(a.entries, b.entries))
         return self.deterministic or few or (a.entries <= _LONG and self.network.affine_path(a, b))
+
+    def writes_out_columns(self, b: Node) -> bool:
+        """The same for the norms of the columns of an affine path."""
+        return self.deterministic or b.entries <= _LONG
 
     def operator(
         self,
@@ -530,6 +536,13 @@ class Jacobians:
                     )
                 )
         return torch.cat(norms)
+
+    def columns(self, a: Node, b: Node, values: Values, draw: Draw | None) -> Tensor:
+        """Upper bounds on the norms of the columns of G(a → b), shape (N, entries of a); without a ``draw`` exact."""
+        jacobian, rows, device = self.operator(a, b, values, several=True), b.entries, values[b].device
+        if draw is None:
+            return explicit_row_norms(jacobian.adjoint, len(values[b]), rows, device=device)
+        return row_norms(jacobian.adjoint, len(values[b]), rows, draw=draw, probes=_COLUMN_PROBES, device=device)
 
 
 def rows_of(b: Node, values: Values, form: Form | None) -> int:

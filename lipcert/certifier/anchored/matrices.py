@@ -115,6 +115,13 @@ class JacobianMatrix:
             flat = torch.empty_like(flat).index_copy_(1, self.groups.rows.flatten(), flat)
         return at_most(flat * INFLATE + self.error[:, None])
 
+    def column_norms(self) -> Tensor:
+        """The same for the columns, shape (N or 1, columns); only of a G that is its own factor."""
+        flat = l2_norm(self.entries, 2).flatten(1)
+        if self.groups is not None:
+            flat = torch.empty_like(flat).index_copy_(1, self.groups.columns.flatten(), flat)
+        return at_most(flat * INFLATE + self.error[:, None])
+
     def block_norms(self, block: int) -> Tensor:
         """Upper bounds on the norms of the blocks of as many consecutive rows, shape (N or 1, rows / block)."""
         rows = self.dense().unflatten(1, (-1, block))

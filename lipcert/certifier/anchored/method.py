@@ -20,6 +20,10 @@ product of norms along the depth: as ε → 0 the radius tends to min_j m_j/‖�
 then G(v → u) = G(c → u) G(v → c) for v before and u after c. The remainders before c are added up at c. A cut between
 so few operations that it saves no norms is left out, since the product of two norms is larger than that of G(v → u).
 
+**Columns.** If the path from an entrywise activation v to u is affine, the remainder moves u by at most
+‖Σ_i (column i of G(v → u)) R_i‖ ≤ Σ_i w_i |R_i| with the norms w_i of the columns. Few columns of a trained matrix are
+nearly as long as its norm. Columns do not depend on the image, so their norms are computed once.
+
 **Curvature** takes most of a margin. A rule may know a linear map M of the deviation δ of v's operand u with
 −⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² plus terms of third order, or a similar bound for products
 (:meth:`lipcert.bounds.Remainder.contracted`). Then
@@ -37,20 +41,14 @@ other. A form that is valid up to some ε gives a radius up to that ε.
 less than the norms of their Jacobians allow. So the ball is covered by sectors of angles to the gradient, and the
 margin is bounded in each: see :mod:`.ray`. Within a sector all that is said here holds with a smaller first-order part.
 
-**Entries.** Entry i of a value u moves by at most the sum above with the norms of row i of G(x → u) and of the
-G(v → u). Smooth activations have a small remainder where that is small (:meth:`.walk._StageWalk.each`).
-
 **Kinks in forms.** The form of a ReLU has a linear term: −⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² + ⟨b, δ⟩ + c. It is that of a secant
 for every entry that can lose some of the margin m_j, with its own width. The terms ⟨b, δ⟩ of all operations are
 subtracted from the margin, so they change its gradients and no norm (:class:`.margin.RivalMargin`). Max and min of two
 values are written as ReLU of their difference, so a pair of them has one remainder.
 
-**A verdict at one ε** needs less than the radius. Quick norms, within a larger tolerance, come first, for all images.
-Images for which they suffice are done, without further forms. So are images that no norms can certify, because the
-margin toward some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε, and images with a radius many times below
-ε, which experience says that no norms certify. The others get the norms for a full radius. Both use half of the failure
-probability. If both are valid, so is the larger radius. Contracted forms hold up to a multiple of the radius without
-them, so they are left out where that is not above ε.
+**A verdict at one ε** needs less than the radius. Contracted forms hold up to a multiple of the radius without them, so
+they are left out where that is not above ε. They are also left out for images that nothing can certify, because the
+margin toward some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε.
 
 The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability of an image
 (lipcert.norms.budget). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
@@ -88,10 +86,6 @@ _ENTRIES = 2**25
 FULL = 4e9
 # What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.
 _SEARCHED = 50
-# Verdicts take quick norms first, within this tolerance, where norms take this many floating-point operations.
-_QUICKLY, _WORTH = 0.5, 1e11
-# A verdict at more than this multiple of the radius from quick norms is left open: all norms and forms do not reach it.
-_HOPELESS = 4.0
 
 
 class Anchored:
@@ -99,7 +93,6 @@ class Anchored:
 
     Attributes:
         finder: computes the norms.
-        quick: computes quick norms, before a verdict at ``eps``; None if they are not used.
         layer: the last layer before the perturbed value; None if nothing is known of it.
 
     Args:
@@ -128,11 +121,8 @@ class Anchored:
         settings = NormOptions(**options)
         network = Network(model, at=at, graph=graph, merged=not isinstance(at, int))
         plan = NormPlan(network, anchored_pairs(network))
-        quickly = eps is not None and not settings.deterministic and plan.work >= _WORTH
         self.eps = eps if plan.work >= FULL else None
-        spare = ROUNDS * weighable(network)
-        self.finder = NormFinder(network, plan, settings, variants=2 if quickly else 1, spare=spare)
-        self.quick = self.finder.within(_QUICKLY) if quickly else None
+        self.finder = NormFinder(network, plan, settings, spare=ROUNDS * weighable(network))
         self.layer: Layer | None = None
 
     @property
@@ -157,8 +147,8 @@ class Anchored:
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
         layer = None if self.layer is None else self.layer.at(images)
-        at = Linearization(self.quick or self.finder, images, progress, ledger=ledger, layer=layer)
-        return Anchor(self, at, progress)
+        at = Linearization(self.finder, images, progress, ledger=ledger, layer=layer)
+        return Anchor(self, at)
 
 
 def weighable(network: Network) -> int:
@@ -180,16 +170,10 @@ def work_of_a_rival(plan: NormPlan) -> float:
 
 
 class Anchor:
-    """The network linearised at N images: bounds for any ε.
+    """The network linearised at N images: bounds for any ε."""
 
-    Args:
-        method: the certificate of the model.
-        linearization: the network linearised with its Jacobians, with the quick norms if a verdict is wanted.
-        progress: called with (norms computed, norms in total) while further norms are computed.
-    """
-
-    def __init__(self, method: Anchored, linearization: Linearization, progress: NormProgress | None = None):
-        self.method, self.linearization, self.progress = method, linearization, progress
+    def __init__(self, method: Anchored, linearization: Linearization):
+        self.method, self.linearization = method, linearization
 
     @property
     def norms(self) -> Norms:
@@ -211,23 +195,7 @@ class Anchor:
         Raises:
             LedgerError: called again, although the first call used the start vectors; linearise the images again.
         """
-        at = self.linearization
-        if self.method.quick is not None and self.method.eps is not None:
-            return self._verdict(self.method.eps, predicted, margins, limit)
-        return _examined(at, predicted, margins, limit, self.method.eps)[0]
-
-    def _verdict(self, eps: float, predicted: Tensor, margins: Tensor, limit: int | None) -> Tensor:
-        """Radii from the quick norms, and from all norms where these leave the verdict at ε open."""
-        at = self.linearization
-        best, possible = _examined(at, predicted, margins, limit, eps)
-        undecided = ((best <= eps) & possible & (best * _HOPELESS > eps)).nonzero()[:, 0]
-        if len(undecided):
-            ledger = at.norms.ledger.only(undecided).part("whole")
-            images, layer = at.images[undecided, 0], None if at.layer is None else at.layer.only(undecided)
-            whole = Linearization(self.method.finder, images, self.progress, ledger=ledger, layer=layer)
-            more, _ = _examined(whole, predicted[undecided], margins[undecided], limit, eps)
-            best[undecided] = torch.maximum(best[undecided], more)
-        return best
+        return _examined(self.linearization, predicted, margins, limit, self.method.eps)
 
     def least_margin(self, eps: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
         """Lower bounds on the smallest f_y − f_j within eps, shape (N,); arguments as for :meth:`radius`."""
@@ -242,14 +210,12 @@ def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, lim
     smallest radius decides, so that is computed with gradients of its own, and then with forms, until the smallest
     radius is one that grows no further.
     """
-    return _examined(at, predicted, margins, limit, None)[0]
+    return _examined(at, predicted, margins, limit, None)
 
 
 @torch.no_grad()
-def _examined(
-    at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """Radii of one linearisation, and whether a certificate at ε is possible to first order, bool, shape (N,).
+def _examined(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None, eps: float | None) -> Tensor:
+    """Radii of one linearisation.
 
     With ``eps`` no contracted forms are computed for images whose verdict they cannot change. What is examined of an
     image does not depend on the others.
@@ -287,7 +253,7 @@ def _examined(
             allowed[some, classes] = toward.weighed(least[some], round)
             formed[some, classes] = True
     best = allowed.amin(1)
-    return torch.where(torch.isfinite(best) & ~at.uncertain, best, 0.0) * (1 - SAFETY), possible
+    return torch.where(torch.isfinite(best) & ~at.uncertain, best, 0.0) * (1 - SAFETY)
 
 
 def _toward(

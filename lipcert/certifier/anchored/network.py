@@ -275,13 +275,6 @@ class Network:
             node = node.operands[0]
         return node
 
-    def arranged(self, u: Node, operand: Node, entries: Tensor) -> Tensor:
-        """Entries of u, shape (N, entries), in the order in which they are in ``operand``, whose root is u."""
-        if operand is u:
-            return entries
-        (moved,) = self.replay(u, entries.reshape(len(entries), *u.shape), [operand], {})
-        return moved.reshape(len(entries), -1)
-
     def entrance(self, b: Node) -> Node | None:
         """The start c of the first stage, where b depends on the perturbed value x through c, an affine map of x.
 
@@ -295,7 +288,8 @@ class Network:
         """The places of the entries of ``operand`` in its root."""
         u = self.root(operand)
         places = torch.arange(u.entries, dtype=torch.float64, device=self.model.device)
-        return self.arranged(u, operand, places[None])[0].long()
+        (moved,) = self.replay(u, places.reshape(1, *u.shape), [operand], {}) if operand is not u else (places,)
+        return moved.flatten().long()
 
     def affine_path(self, a: Node, b: Node) -> bool:
         """Whether b is an affine function of a while all other values are fixed."""

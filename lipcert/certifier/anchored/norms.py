@@ -6,7 +6,6 @@ computed, what rounding can have hidden of them (:mod:`.rounding`), and the boun
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,8 +23,8 @@ from lipcert.certifier.anchored.written import Written
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.inputs.artifact import seed_of
-from lipcert.norms import SMALLEST, Budget, Draw, Ledger
-from lipcert.numerics import UNIT, at_most
+from lipcert.norms import Budget, Draw, Ledger
+from lipcert.numerics import UNIT
 from lipcert.roundoff import Link, Pair
 from lipcert.settings import RIGORS
 
@@ -80,8 +79,7 @@ class Norms:
         gains: ‖G(a → b)‖, by (a, b), shape (N,).
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules use it, shape
             (N,).
-        shares: the norms of all rows of G(a → b), divided by the largest, shape (N, entries), by (a, v): b is the
-            operand of v, and the rows are in the order in which v reads its entries.
+        columns: the norms of the columns of G(v → u), by (v, u), the same for all images, shape (1, entries of v).
     """
 
     ledger: Ledger
@@ -90,13 +88,14 @@ class Norms:
     slack: Mapping[Pair, Tensor]
     gains: Mapping[Pair, Tensor]
     peaks: Mapping[Pair, Tensor]
-    shares: Mapping[Pair, Tensor]
+    columns: Mapping[Pair, Tensor]
 
     def only(self, index: Tensor) -> Norms:
         """The same for some of the images, given by their numbers."""
-        tables = (self.slack, self.gains, self.peaks, self.shares)
-        some = ({pair: bound[index] for pair, bound in table.items()} for table in tables)
-        return Norms(self.ledger.only(index), self.written.only(index), self.rounded.only(index), *some)
+        tables = (self.slack, self.gains, self.peaks)
+        slack, gains, peaks = ({pair: bound[index] for pair, bound in table.items()} for table in tables)
+        ledger, written, rounding = self.ledger.only(index), self.written.only(index), self.rounded.only(index)
+        return Norms(ledger, written, rounding, slack, gains, peaks, self.columns)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
         """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,).
@@ -125,10 +124,9 @@ class NormFinder:
         budget: the failure probability that the norms may spend.
     """
 
-    def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, variants: int = 1, spare: int = 0):
-        """``variants`` finders share the failure probability; ``spare`` norms may be asked for beyond the plan's."""
-        self.network, self.plan, self.options = network, plan, options
-        self.budget = options.budget if variants == 1 else options.budget.split(variants)
+    def __init__(self, network: Network, plan: NormPlan, options: NormOptions, *, spare: int = 0):
+        """``spare`` is the largest number of norms that may be asked for beyond the plan's."""
+        self.network, self.plan, self.options, self.budget = network, plan, options, options.budget
         self._charge = self.budget.split(plan.count + spare).delta
         self._constants: dict[tuple[str, Node, Node], Tensor] = {}
         self.jacobians = Jacobians(
@@ -140,12 +138,6 @@ class NormFinder:
         )
         if options.deterministic:
             self.jacobians.check_sizes([*plan.pairs, *((link.operand, link.node) for link in plan.links)])
-
-    def within(self, tolerance: float) -> NormFinder:
-        """The same with another tolerance. Norms that are the same for all images are shared by both."""
-        other = copy.copy(self)
-        other.jacobians = self.jacobians.within(tolerance)
-        return other
 
     def ledger(self, images: int, budget: Budget | None = None) -> Ledger:
         """A new ledger for this number of images, with the failure probability of the options, or another one."""
@@ -167,20 +159,16 @@ class NormFinder:
         for a, b in plan.computed_peaks:
             rows[a, b] = self._row_norms(a, b, at)
             report(len(gains) + len(rows), total)
+        columns = {(v, u): self._column_norms(v, u, at) for v, u in plan.columns}
         links = {link: self._link_norm(link, number, at) for number, link in enumerate(plan.links)}
 
         rounding, slack, raised = self._rounded(gains, links, at)
 
-        peaks: dict[Pair, Tensor] = {}
-        shares: dict[Pair, Tensor] = {}
-        for (a, b), sizes in rows.items():
-            sizes = sizes + (written_error(a.entries, b.entries) * slack[a, b])[:, None]
-            peaks[a, b] = torch.minimum(sizes.amax(1), raised[a, b])
-            share = at_most(sizes / peaks[a, b][:, None].clamp_min(SMALLEST)).clamp_max(1)
-            for v in plan.each:
-                if self.network.operands(v) == [b]:
-                    shares[a, v] = self.network.arranged(b, v.operands[0], share)
-        return Norms(ledger, at.written, rounding, slack, raised, peaks, shares)
+        lost = {(a, b): written_error(a.entries, b.entries) * bound for (a, b), bound in slack.items()}
+        peaks = {pair: torch.minimum(sizes.amax(1) + lost[pair], raised[pair]) for pair, sizes in rows.items()}
+        # Neither these nor what rounding does to an affine path depends on the image.
+        columns = {pair: sizes[:1] + lost[pair][:1, None] for pair, sizes in columns.items()}
+        return Norms(ledger, at.written, rounding, slack, raised, peaks, columns)
 
     def _rounded(
         self, gains: Mapping[Pair, Tensor], links: Mapping[Link, Tensor], at: _AtImages
@@ -250,6 +238,16 @@ class NormFinder:
             return matrix.row_norms() if block == 1 else matrix.block_norms(block)
 
         return self._once(("peak", a, b), self.network.affine_path(a, b), at.values, compute)
+
+    def _column_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
+        """The norms of the columns of G(a → b) for an affine path, as computed, shape (N, entries of a)."""
+        written = self.jacobians.writes(a, b)
+        draw = self._draw(at.ledger, "columns", a, b, from_entries=written or self.jacobians.writes_out_columns(b))
+
+        def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
+            return at.written.matrix(a, b).column_norms() if written else by.columns(a, b, values, draw)
+
+        return self._once(("columns", a, b), True, at.values, compute)
 
     def _link_norm(self, link: Link, number: int, at: _AtImages) -> Tensor:
         """The norm of one operation's Jacobian as computed, shape (N,)."""

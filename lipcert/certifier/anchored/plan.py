@@ -62,7 +62,8 @@ class NormPlan:
         loose: the pairs that products of other norms bound well enough.
         covered: the pairs (c, b) that products bound, because the pairs (x, b) say more: c is the start of the first
             stage, so no remainder arrives there, and ‖G(x → b)‖ ≤ ‖G(c → b)‖ ‖G(x → c)‖.
-        each: the operations whose rules take bounds on the deviations of all entries.
+        columns: the pairs (v, u) with an affine path from an operation v to u, for which the norms of the columns of
+            G(v → u) are computed, because the rule of v uses them.
         blocks: for values whose entries or blocks of entries are bounded separately: the largest block, and the operand
             in which its entries are consecutive.
     """
@@ -81,7 +82,7 @@ class NormPlan:
         self.covered = frozenset() if network.casts else self._covered()
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
-        self.each = [v for v, rule in network.rules.items() if rule.each and self.blockwise(v) and self._single(v)]
+        self.columns = [(v, u) for v, u in self.pairs if self._summed(v) and network.affine_path(v, u)]
         self.computed = [pair for pair in self.pairs if pair not in self.loose | self.covered]
         self.computed_peaks = [pair for pair in self.peaks if pair not in self.covered]
         self.links = [link for link in network.chains.unknown if not network.local.bounded(link)]
@@ -89,7 +90,7 @@ class NormPlan:
     @property
     def count(self) -> int:
         """The number of norms per image that may need random start vectors."""
-        return len(self.pairs) + len(self.peaks) + len(self.links)
+        return len(self.pairs) + len(self.peaks) + len(self.columns) + len(self.links)
 
     @property
     def work(self) -> float:
@@ -156,6 +157,5 @@ class NormPlan:
         block = self.block(v)
         return block == 1 or (block > 1 and self.blocks[self.network.operands(v)[0]] == (block, v.operands[0]))
 
-    def _single(self, v: Node) -> bool:
-        """Whether every block of the operand is an entry."""
-        return self.blocks[self.network.operands(v)[0]][0] == 1
+    def _summed(self, v: Node) -> bool:
+        return v in self.network.rules and self.network.rules[v].sums

@@ -56,7 +56,6 @@ class Ray:
         source = network.source
         self.tangents = tangents(network, at.values, [u for u in targets if network.replay.depends(u, source)], unit)
         self._sizes: dict[tuple[Node, bool], Tensor] = {}
-        self._entries: dict[Node, Tensor | None] = {}
         self._index: Tensor | None = None
 
     def only(self, index: Tensor) -> Ray:
@@ -83,22 +82,6 @@ class Ray:
         flat = per_image(moved)
         length = l2_norm(flat.unflatten(1, (-1, block)), 2).amax(1) if block else l2_norm(flat, 1)
         return self._raised(length, u, torch.ones((), dtype=torch.float64))
-
-    def entries(self, v: Node) -> Tensor | None:
-        """Upper bounds on the entries of |G(x → u) p| in the operand u of v, shape (N, entries); None if unknown."""
-        if v not in self._entries:
-            self._entries[v] = self._bounded(v)
-        bounds = self._entries[v]
-        return bounds if bounds is None or self._index is None else bounds[self._index]
-
-    def _bounded(self, v: Node) -> Tensor | None:
-        u = self.at.network.root(v.operands[0])
-        moved, slack = self.tangents.get(v.operands[0]), self.at.norms.slack.get((self.at.network.source, u))
-        if moved is None or (slack is None and u is not self.at.network.source):
-            return None
-        bounds = per_image(moved).abs()
-        bounds = bounds if slack is None else bounds + 2 * slack[:, None]
-        return torch.where(self.defined[:, None], at_most(bounds * INFLATE), math.inf)
 
     def formed(self, u: Node, form: Form, some: Tensor) -> Tensor:
         """An upper bound on ‖M G(x → u) p‖ for the M of a form at some of the images, shape (len(some),)."""

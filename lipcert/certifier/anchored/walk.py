@@ -309,15 +309,6 @@ class _Reach:
         size = self.sector.ray.size(u, largest=seminorm.kind is SeminormKind.LARGEST) if along is None else along
         return self.sector.moved(size, gain, self.eps)
 
-    def each(self, v: Node, rows: Tensor) -> Tensor:
-        """The same for all entries of the operand of v, shape (N, entries), from bounds on the norms of the rows."""
-        whole = at_most(rows * self.eps[:, None])
-        entries = None if self.sector is None else self.sector.ray.entries(v)
-        if self.sector is None or entries is None:
-            return whole
-        along, across = self.sector.along[:, None], self.sector.across[:, None]
-        return torch.minimum(whole, at_most(entries * along + rows * across))
-
 
 class _StageWalk:
     """The part of a walk inside one stage."""
@@ -333,6 +324,8 @@ class _StageWalk:
         self.at, self.stage, self.at_start, self.source, self.curvature = at, stage, at_start, source, curvature
         self.zero = torch.zeros_like(at_start)
         self.remainders: dict[Node, Tensor] = {}  # bounds on ‖R_v‖ so far, shape (N,)
+        self.rho: dict[Node, list[Tensor]] = {}
+        self.summed: dict[tuple[Node, Node], Tensor] = {}
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm) -> Tensor | float:
         """:meth:`Linearization.gain`, with the norms for the weights of curvature."""
@@ -362,13 +355,18 @@ class _StageWalk:
         carried = None if u is self.stage.start else self.at.rounding.carried(u)
         total = self.zero if carried is None else carried * self.gain(u, u, seminorm)
         for v, norm in self.remainders.items():
-            total = total + at_most(self.gain(v, u, seminorm) * self._put(v, norm))
+            error, put = at_most(self.gain(v, u, seminorm) * norm), self.at.rounding.put(v)
+            if (v, u) in self.at.norms.columns and seminorm.kind is not SeminormKind.CURVATURE:
+                error = torch.minimum(error, self._by_columns(v, u))
+            total = total + (error if put is None else error + self.gain(v, u, seminorm) * put)
         return total
 
-    def _put(self, v: Node, norm: Tensor) -> Tensor:
-        """The error at the output of v, shape (N,): its remainder and rounding errors."""
-        put = self.at.rounding.put(v)
-        return norm if put is None else at_most(norm + put)
+    def _by_columns(self, v: Node, u: Node) -> Tensor:
+        """Σ w_i |R_i| with the norms w of the columns of G(v → u), shape (N,): a bound on the deviation of u by R_v."""
+        if (v, u) not in self.summed:
+            weights = self.at.norms.columns[v, u].expand(len(self.zero), -1)
+            self.summed[v, u] = at_most(self.at.remainders[v].total(weights, self.rho[v]))
+        return self.summed[v, u]
 
     def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
         """The deviation of a value, including the error of the nominal value in float64; see :mod:`.rounding`."""
@@ -381,7 +379,7 @@ class _StageWalk:
             if v not in self.at.remainders:
                 self.at.rounding.linear(v)
                 continue
-            rho = operands[v] = self.reach(v)
+            rho = operands[v] = self.rho[v] = self.reach(v)
             if v in self.curvature:  # before the remainder of v itself is among the errors
                 weighed[v] = [
                     self.moved(sizes.operand, Seminorm(SeminormKind.CURVATURE, v, number))
@@ -400,32 +398,4 @@ class _StageWalk:
         rho = [self.moved(u, NORM) for u in operands]
         if plan.blockwise(v):
             rho.append(torch.minimum(rho[0], self.moved(operands[0], LARGEST)))
-        if v in plan.each:
-            rho[-1] = self.each(v, rho[-1])  # (N, entries) in place of (N,), one bound for every entry
         return rho
-
-    def each(self, v: Node, peak: Tensor) -> Tensor:
-        """Bounds on the deviations of all entries of the operand of v, shape (N, entries), with those of all rows.
-
-        ``peak``, a bound for any single entry, shape (N,), is returned if the rows are not known.
-        """
-        at, (u,), start = self.at, self.at.network.operands(v), self.stage.start
-        source = at.network.source
-        if (start, v) not in at.norms.shares and (source, v) not in at.norms.shares:
-            return peak
-
-        def rows(a: Node) -> Tensor:
-            """Upper bounds on the norms of the rows of G(a → u): the largest, times the shares if these are known."""
-            gain = torch.as_tensor(self.gain(a, u, LARGEST), dtype=torch.float64, device=peak.device).reshape(-1, 1)
-            return gain * at.norms.shares[a, v] if (a, v) in at.norms.shares else gain
-
-        bounds = at_most(rows(start) * self.at_start[:, None])
-        if self.source is not None:
-            reach, arrived = self.source
-            bounds = torch.minimum(bounds, at_most(reach.each(v, rows(source)) + rows(start) * arrived[:, None]))
-        carried = None if u is start else at.rounding.carried(u)
-        added = at.norms.rounded.noise[u] if carried is None else at.norms.rounded.noise[u] + carried
-        bounds = bounds + added[:, None]
-        for w, norm in self.remainders.items():
-            bounds = bounds + at_most(rows(w) * self._put(w, norm)[:, None])
-        return torch.minimum(at_most(bounds), peak[:, None])
