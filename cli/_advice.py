@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lipcert.settings import LOOSE
 
-from ._print import command, typed
+from ._print import command
 
 # The decimal logarithm of a global bound up to which certificates are worth a try. From LOOSE on training for margins
 # makes no progress either, because its loss is a multiple of the bound.
@@ -64,7 +64,7 @@ def advise(status: Status) -> Advice:
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:
-            return Advice(typed("--out", "r.jsonl"), "lipcert report and lipcert verify read the rows in r.jsonl")
+            return Advice("the same without --no-out", "lipcert report and lipcert verify read its rows")
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if loose:

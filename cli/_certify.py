@@ -60,8 +60,9 @@ def certify(
         typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.", show_default=False),
     ] = None,
     out: out(  # type: ignore[valid-type]
-        "Write one JSON line per image; rerun to continue. A folder for several models."
+        "Rows, one JSON line per image; rerun to continue: MODEL.certified.jsonl. A folder for several models."
     ) = None,
+    no_out: Annotated[bool, typer.Option("--no-out", help="Write no rows.", rich_help_panel=OUTPUT)] = False,
     fail_under: Annotated[
         float | None,
         typer.Option(
@@ -78,6 +79,8 @@ def certify(
     asked_pixels, asked_weights = pixels(), weights()
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
+    if no_out and out is not None:
+        raise InputError("--out and --no-out contradict each other; give one of them")
     part = None if shard is None else parse_shard(shard)
     size = None if memory is None else parse_memory(memory)
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
@@ -94,6 +97,7 @@ def certify(
         several_models=several_models,
         shard=part,
         out=out,
+        keep=not no_out,
         data=data,
         lists={"classes": classes, "labels": labels},
         limit=limit,

@@ -1,11 +1,14 @@
 """Runs ``lipcert certify``, after its options are checked."""
 
+import contextlib
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,21 +19,23 @@ from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import Certifier, Method, duration, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.classes import other_order
 from lipcert.inputs.data import Images, open_images
+from lipcert.inputs.loading import resolve
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
 from lipcert.report import facts
-from lipcert.results import Run, certifier_for, interval, shard_path, sigma_choice_of, summary, summary_path
+from lipcert.results import Run, certifier_for, free_file, interval, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
-from ._loading import load_model, model_options, show_preprocessing
+from ._loading import load_model, model_options, named, show_preprocessing, untrained
 from ._output import default_name
 from ._print import (
     busy,
@@ -67,6 +72,7 @@ def run(
     several_models: bool,
     shard: tuple[int, int] | None,
     out: Path | None,
+    keep: bool,
     data: str | None,
     lists: Mapping[str, Any],
     limit: int | None,
@@ -96,6 +102,7 @@ def run(
         parts,
         shard is not None,
         fail_under,
+        keep and out is None and parts == 1,
     )
     with torchrun():
         if several_models:
@@ -132,6 +139,7 @@ class _Plan:
     parts: int
     sharded: bool
     fail_under: float | None
+    keep: bool  # rows in a file that is named after the model
 
 
 @dataclass(frozen=True)
@@ -185,32 +193,42 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     check_environment(
         torch.device("cpu")
     )  # before loading: in another rounding mode the model's file would look damaged
+    label = named(name, plan.data)
     loaded = plan.load(name)
+    if untrained(loaded.net):
+        label += ", random weights: nothing to certify"
     plan.pixels.apply(loaded)
     images = open_images(plan.data, loaded, limit=plan.limit, **plan.lists)
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
+    stem = "digits-vit" if label.startswith("digits-vit, ") else default_name(str(resolve(name))).name
+    stem = f"{stem.removesuffix('.lipcert.safetensors')}.certified"
     outcomes = []
     for asked in plan.settings:
-        choice = _sigma_choice(loaded, asked, images, out, processes) if asked.sigma == AUTO else None
+        earlier = [out] if out else sorted(Path().glob(f"{stem}*.jsonl")) if plan.keep else []
+        choice = _sigma_choice(loaded, asked, images, earlier, processes) if asked.sigma == AUTO else None
         settings = asked if choice is None else replace(asked, eps=cast(Any, asked.eps_typed), sigma=choice["sigma"])
-        label, path = name or str(loaded.source.get("name", "the model")), out
+        path = out
         if len(plan.settings) > 1:
-            label += f", smoothed({settings.sigma:g})"
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
         with as_assumed(loaded.device, settings.rounded_as):
-            outcome = _certify_with(settings, choice, plan, loaded, images, label, path, processes)
+            outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes)
+        if len(plan.settings) > 1:
+            outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
         words = model_options(name, **plan.load.keywords, pixels=plan.pixels)
         outcomes.append(replace(outcome, words=words, channels=loaded.input_size[0]))
     return outcomes
 
 
 def _sigma_choice(
-    loaded: Model, asked: CertifySettings, images: Images, out: Path | None, processes: Processes
+    loaded: Model, asked: CertifySettings, images: Images, files: Sequence[Path], processes: Processes
 ) -> dict[str, Any]:
     """σ for ``--sigma auto`` with its record: chosen on images outside the run, or as the earlier run chose it."""
-    if out is not None and (earlier := sigma_choice_of(out, images.limit)) is not None:
-        return earlier
+    for path in files:
+        with contextlib.suppress(InputError):  # of which reading the rows says more
+            if (earlier := sigma_choice_of(path, asked, weights_hash(loaded))) is not None:
+                say(f"sigma: {earlier['sigma']:g}, as chosen for {path}")
+                return earlier
     others = images.others(CHOOSING)
     if others is None:
         raise InputError(
@@ -252,9 +270,10 @@ def _certify_with(
     loaded: Model,
     images: Images,
     label: str,
-    out: Path | None,
+    out: Path | str,
     processes: Processes,
 ) -> _Outcome:
+    """Certifies the images; ``out`` is the file for rows, or the start of the names of files to choose one from."""
     if settings.method == STAGED and settings.at is None:
         check_noise(loaded)
         _triage(loaded, settings, images)
@@ -262,9 +281,11 @@ def _certify_with(
         certifier = certifier_for(loaded, settings, progress=update, memory=plan.memory)
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
-    description = describe(loaded, images, certifier, typed())
+    description = {**describe(loaded, images, certifier, typed()), "name": label}
     if choice is not None:
         description["sigma_choice"] = choice
+    if isinstance(out, str):
+        out = free_file(_names(out, settings), description, images) if _keeps(plan) else None
 
     def started(rows: int) -> None:
         if isinstance(certifier, Certifier):
@@ -308,6 +329,23 @@ def _certify_with(
     bound = None if certifier.bound is None else certifier.bound.log10
     run = Run(path or Path("results"), summary(description, tally, complete=True), tally.rows)
     return _Outcome(label, run, path, bound)
+
+
+def _keeps(plan: _Plan) -> bool:
+    """Whether rows go to a file in the working folder; says so where none can be written there."""
+    if plan.keep and not (writable := os.access(".", os.W_OK)):
+        say("note: no file can be written in this folder, so rows are not kept; --out FILE keeps them")
+    return plan.keep and writable
+
+
+def _names(stem: str, settings: CertifySettings) -> Iterator[Path]:
+    """Files for the rows of a run that is given none: named after the model, then also after what tells runs apart."""
+    yield Path(f"{stem}.jsonl")
+    noise = "" if settings.sigma is None else f".sigma-{settings.sigma:g}"
+    targets = ",".join(text for _, text in settings.every_eps)
+    stem += f".{settings.method}{noise}.eps-{targets}".replace("/", "_")
+    yield Path(f"{stem}.jsonl")
+    yield from (Path(f"{stem}.{number}.jsonl") for number in count(2))
 
 
 def _show_network(model: Model, settings: CertifySettings) -> None:
@@ -401,10 +439,9 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice
         return Advice(f"the same with --shard {plan.part + 2}/{plan.parts}", "without --shard it merges the rows")
     if plan.sharded and plan.parts > 1:
         return Advice("the same without --shard", "it merges the rows")
-    if len(outcomes) > 1 and out is not None and not out.is_dir():
-        return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", out.with_suffix(".html")))
-    if out is None and len(outcomes) > len(plan.settings):  # a folder for the rows of several models
-        return Advice(typed("--out", "results"), "lipcert report reads the rows in that folder")
+    if len(outcomes) > 1 and outcomes[0].path is not None and (out is None or not out.is_dir()):
+        page = "report.html" if out is None else out.with_suffix(".html")
+        return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", page))
     first, several = outcomes[0], len(outcomes) > 1
     status = Status(
         first.words,
@@ -416,7 +453,7 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice
         denoised="--denoiser" in first.words,
         images=len(first.run),
         certified=1 if several or plan.settings[0].noise else first.run.certified,
-        rows=out,
+        rows=out if out is not None and out.is_dir() else first.path,
     )
     return advise(status)
 

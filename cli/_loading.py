@@ -36,7 +36,7 @@ def load_model(
     arguments = parse_model_args(weights.model_args)
     source = resolve(model)
     if model is None:
-        say(f"model: {'the bundled checkpoint' if source == BUNDLED else _newest(Path(source))}")
+        say(f"model: {named(model)}; name a model to use another")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
         loaded = load(
@@ -47,16 +47,37 @@ def load_model(
             new_head=new_head,
             **arguments,
         )
+    if untrained(loaded.net):
+        say("note: the weights are random: there is nothing to certify; give trained ones, as --checkpoint FILE")
     if denoiser is not None:
         loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
     move_to(loaded, device)
     return loaded
 
 
-def _newest(path: Path) -> str:
-    """An artifact that a command takes because the user named no model, with its age."""
-    age = timedelta(seconds=int(max(0.0, time.time() - path.stat().st_mtime)))
-    return f"{path}, the newest artifact in this folder, written {age} ago; name a model to use another"
+def named(model: str | None, data: str | None = None) -> str:
+    """The model of a command in words, as a result names it.
+
+    Raises:
+        InputError: no model is named, and images are given that the bundled one was not made for.
+    """
+    source = resolve(model)
+    if model is not None:
+        return "digits-vit, bundled" if source == BUNDLED else model
+    if source != BUNDLED:
+        age = timedelta(seconds=int(max(0.0, time.time() - Path(source).stat().st_mtime)))
+        return f"{source}, the newest artifact in this folder, written {age} ago"
+    if data is not None:
+        raise InputError(
+            f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or bundled"
+        )
+    return "digits-vit, bundled: this folder holds no artifact"
+
+
+def untrained(net: torch.nn.Module) -> bool:
+    """Whether every vector of weights, such as a bias or the gain of a norm, has equal entries, as before training."""
+    vectors = [p for p in net.parameters() if p.dim() == 1 and len(p) > 1]
+    return len(vectors) > 1 and all(bool((vector == vector[0]).all()) for vector in vectors)
 
 
 def model_options(

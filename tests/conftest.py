@@ -26,6 +26,12 @@ sys.path.append(str(Path(__file__).parent))  # for tests/truth.py
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    """Commands write into the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
 class Network(nn.Module):
     """A function of the pixels as a float64 module."""
 

@@ -558,7 +558,7 @@ def test_command_on_the_bundled_model_and_images(folder, monkeypatch):
         monkeypatch.setattr(name, folder / "images" / "bundled.safetensors")
     monkeypatch.setattr("lipcert.inputs.data.BUNDLED", folder / "images" / "data.safetensors")
     result = run("constrain")
-    assert "model: the bundled checkpoint" in result.stderr
+    assert "model: digits-vit, bundled" in result.stderr
     assert load_artifact("bundled.constrained.lipcert.safetensors")
     assert "accuracy" in result.stdout
 

@@ -80,7 +80,7 @@ def test_quiet_leaves_results_and_errors(folder, monkeypatch) -> None:
     assert "certified accuracy" in result.stdout
     assert run("certify", "--eps", "-1", "--quiet", code=2).stderr.startswith("lipcert: eps must be")
     assert not _print.quiet
-    assert "model: the bundled checkpoint" in run("inspect").stderr
+    assert "model: digits-vit, bundled" in run("inspect").stderr
 
 
 def test_every_step_is_recorded(folder) -> None:

@@ -116,7 +116,7 @@ def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
 
 def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     """The results of one run: (name, value) pairs."""
-    entries = [("images", str(len(run)))]
+    entries = [("model", run.named), ("images", str(len(run)))]
     for what, part, attacked in shares(run, eps):
         entries.append((what, share(part, len(run)) + (", upper bound" if attacked else "")))
     return entries + _others(run)
@@ -188,7 +188,7 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> Doc
         linked = [[link(row[0]) if row[0] != "best σ" else row[0], bold(row[1]), *row[2:]] for row in rows]
         parts += [table(columns, linked), OVERVIEW]
     else:
-        parts += [_tiles(runs[0], eps), table(("", ""), [("images", str(len(runs[0]))), *_others(runs[0])], False)]
+        parts += [_tiles(runs[0], eps), table(("", ""), [*facts(runs[0], ())[:2], *_others(runs[0])], False)]
         parts.append(escaped(sentence(runs[0], eps)))
     notes = remarks(runs)
     parts += [items(notes)] if notes else []

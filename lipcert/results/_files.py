@@ -13,7 +13,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from lipcert.inputs.data import Images
 from lipcert.inputs.files import replacing
 from lipcert.results._reading import check_name, read_earlier, summary_path
 from lipcert.results._statistics import Tally
+
+_FEW = 8  # rows that say whether a file is about the same images
 
 try:
     import fcntl
@@ -43,6 +45,19 @@ def shards_of(path: Path) -> list[Path]:
     """The shard files in the folder of a result file."""
     form = re.compile(re.escape(path.stem) + r"\.shard-\d+-of-\d+" + re.escape(path.suffix))
     return sorted(other for other in path.parent.glob("*") if form.fullmatch(other.name))
+
+
+def free_file(names: Iterable[Path], description: Mapping[str, Any], images: Images) -> Path:
+    """The first of these files that is new, or that holds rows of the same run."""
+    for path in names:
+        try:
+            earlier = read_earlier(path, description)
+            if earlier is not None:
+                _standing(earlier.rows, earlier.summary.get("data") or {}, images, path, few=True)
+        except InputError:
+            continue
+        return path
+    raise InputError("there is no name for a file of rows; give one with --out")
 
 
 class ResultFile:
@@ -176,19 +191,21 @@ def check_images(rows: Sequence[Mapping[str, Any]], images: Images, path: Path) 
 
 
 def _standing(
-    rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images: Images, path: Path
+    rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images: Images, path: Path, few: bool = False
 ) -> list[Mapping[str, Any]]:
     """The rows of an earlier start that are about the images of this run.
 
     An image that was removed since leaves its number free, see :meth:`Images.leave_out`. Without this, the images after
     it would have other numbers, and with them other noise and another place in the shuffle of ``--limit``."""
     images.leave_out(_removed(rows, data, images)) if images.total is not None else None
-    gone = {*check_images(rows, images, path)}
-    if 2 * len(gone) > len(rows):
+    looked_at = rows[:_FEW] if few else rows
+    gone = {*check_images(looked_at, images, path)}
+    if 2 * len(gone) > len(looked_at):
+        images.leave_out(()) if images.total is not None else None
         raise InputError(
             f"{path} holds rows about other images than the data has now ({len(gone)}); give another --out"
         )
-    if gone:
+    if gone and not few:
         files = sorted(str(row.get("file") or row["index"]) for row in rows if row["index"] in gone)
         warnings.warn(
             f"{path}: {len(gone)} images were removed or changed since ({', '.join(files[:3])}"

@@ -133,6 +133,11 @@ class Run(Tally):
         return self.summary.get("example_logits")
 
     @property
+    def named(self) -> str:
+        """The model as the command that certified it names it."""
+        return str(self.summary.get("name") or self.network)
+
+    @property
     def network(self) -> str:
         """timm's name of the network, or ``a module``."""
         return str(self.summary["model"].get("source", {}).get("name", "a module"))
@@ -378,18 +383,17 @@ def _summary(path: Path) -> Mapping[str, Any]:
     return dict(summary)
 
 
-def sigma_choice_of(path: Path, limit: int | None) -> dict[str, Any] | None:
-    """How an earlier start of a run chose σ, from its summary; None if there is none or it was given."""
+def sigma_choice_of(path: Path, settings: CertifySettings, weights_hash: str) -> dict[str, Any] | None:
+    """How an earlier start of a run chose σ, from its summary; None if there is none, or it was given.
+
+    It stays where ``--limit`` then certifies images that σ was chosen on: certificates count other draws of these.
+    """
     summary = _summary(path) if os.path.exists(summary_path(path)) else {}
-    choice, before = summary.get("sigma_choice"), summary.get("limit")
+    choice = summary.get("sigma_choice")
     if not isinstance(choice, dict) or "sigma" not in choice:
         return None
-    if before is not None and (limit is None or limit > before):
-        raise InputError(
-            f"{path}: sigma {choice['sigma']:g} was chosen on images after the first {before}, which a larger --limit "
-            "would certify; give another --out"
-        )
-    return dict(choice)
+    same_run = summary["model"].get("weights_hash") == weights_hash and summary["eps"] == settings.eps
+    return dict(choice) if same_run else None
 
 
 def _pairs(entries: Mapping[str, Any]) -> list[str]:

@@ -99,7 +99,7 @@ def certify_in_memory(certifier: Certifier | Smoothing, images: Images, progress
     try:
         _collect(Remaining(certifier, images), tally.add, progress)
     except KeyboardInterrupt as error:
-        raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept without --out") from error
+        raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept with --no-out") from error
     return tally
 
 

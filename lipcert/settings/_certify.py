@@ -112,7 +112,7 @@ class CertifySettings:
         typed=str | None,
         group=_NOISE,
     )
-    samples: int = option("Maximum number of noise draws per image.", 100_000, typed=int, group=_NOISE)
+    samples: int = option("Maximum number of noise draws per image.", 1_000, typed=int, group=_NOISE)
     alpha: float = option("Failure probability per image.", 1e-3, typed=float, group=_NOISE)
     all_samples: bool = option(
         "No early stopping: use all draws, for larger radii.",
