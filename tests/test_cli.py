@@ -543,7 +543,7 @@ def test_data_and_methods_that_cannot_be_used(artifact):
     assert ", ".join(METHODS) in refused(*command, "--data", "images", "--method", "banana")
     assert "at least 1" in refused(*command, "--data", "images", "--limit", "0")
     assert "cannot write" in refused(*command, "--data", "images", "--out", "images/a/0.png/r.jsonl")
-    assert "holds no results" in refused(*command, "--data", "images", "--out", "model.safetensors")
+    assert "cannot hold the rows" in refused(*command, "--data", "images", "--out", "model.safetensors")
     Path("images/a/0.png").write_bytes(b"damaged")
     assert "0.png" in run(*command, "--data", "images", code=2).stderr.splitlines()[-1]
 

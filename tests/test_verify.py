@@ -339,7 +339,7 @@ def test_images_that_have_changed(tmp_path, monkeypatch):
     """The same path and names, and other content: nothing is mixed, and nothing stands."""
     monkeypatch.chdir(tmp_path)
     folder_of_images("images")
-    command = ["certify", "--eps", EPS, "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
+    command = ["certify", "bundled", "--eps", EPS, "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
     run(*command)
     assert [json.loads(line)["file"] for line in Path("r.jsonl").read_text().splitlines()] == [
         "0/0.png",
