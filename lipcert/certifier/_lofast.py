@@ -14,7 +14,7 @@ block itself. Then
 where J_k is the exact Jacobian of the stage at the image and r_k the sum of the stage's remainders, each times the norm
 of the Jacobian from its operation to the stage's end. Every operation in a stage deviates by at most the norm of the
 Jacobian from the stage's start times ρ_k, plus the remainders before it. The proof is that of the anchored certificate
-(:mod:`lipcert.certifier.anchored.method`) within one stage. The first-order constants of the stages multiply; the
+(docs/note.md) within one stage. The first-order constants of the stages multiply; the
 anchored certificate avoids this.
 """
 

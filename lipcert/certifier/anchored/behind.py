@@ -8,9 +8,7 @@ that no operation behind it has a kink. With
 - e, a bound on the rounding error ‖ĉ(x) − c(x)‖ of its computed value (:mod:`lipcert.roundoff`), and
 - r, a radius of the anchored certificate of c ↦ logits around the computed value ĉ(x),
 
-the prediction is constant for ‖x′ − x‖ < (r − e)/K, since
-
-    ‖c(x′) − ĉ(x)‖ ≤ ‖c(x′) − c(x)‖ + ‖c(x) − ĉ(x)‖ < (r − e) + e = r.
+the prediction is constant for ‖x′ − x‖ < (r − e)/K: theorem 2 of docs/note.md.
 
 To first order (r − e)/K is m/(K‖∇_c m‖), where GloRo has m/(K K′) with a Lipschitz constant K′ of the layers behind c:
 smooth layers count with their slopes at the image. A certificate behind a Lipschitz map is from Zhong and Tandon,
@@ -23,7 +21,7 @@ the operations behind c is part of r (:mod:`.rounding`).
 
 The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin from
 what that layer does to the value before it. Then r is not a radius for all values around ĉ(x), but for those c(x′) with
-K ‖x′ − x‖ + e < r, which is what the proof above needs.
+K ‖x′ − x‖ + e < r, which is what its proof needs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every operation w of the deployed network differs from its linearisation at the image by R_w(Δ) + e_w: the remainder at
 the deviation Δ of its deployed operands from the nominal ones, and its own rounding error. So the identity of
-:mod:`lipcert.certifier.anchored.method` holds for the deployed network with e_w added, linear operations included:
+docs/note.md holds for the deployed network with e_w added, linear operations included:
 
     deployed value u deviates from the nominal one by   G(x → u) δ + Σ_v G(v → u) R_v + Σ_w G(w → u) e_w,
     deployed margin m̂_j(x + δ) = m_j + ⟨∇_x m_j, δ⟩ + Σ_v ⟨∇_v m_j, R_v⟩ + Σ_w ⟨∇_w m_j, e_w⟩,

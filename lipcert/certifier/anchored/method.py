@@ -1,59 +1,11 @@
-"""The anchored certificate: one linearisation of the network at the image, and bounds on the remainders.
+"""The anchored certificate, and the order in which rival classes are examined.
 
-Let the operations v of the network be linearised at the image x. For a perturbation δ, operation v differs from its
-linearisation by a remainder R_v, which acts on all later operations as an error at the output of v. Let G(a → b) be
-the Jacobian at x of the value b with respect to the value a. For every δ exactly,
+The proof is in docs/note.md: the identity, theorem 1, and the refinements by forms, columns, sectors and cuts. The
+idea, with a network of two layers by hand, is on docs/anchored.md. The certificate is reduced by a relative 1e-6 for
+the rounding of sums and products of bounds; :mod:`.rounding` has the proof for everything that enters them.
 
-    value u deviates by       G(x → u) δ + Σ_v G(v → u) R_v,
-    margin m_j changes by     ⟨∇_x m_j, δ⟩ + Σ_v ⟨∇_v m_j, R_v⟩,
-
-by induction over the operations in order: each is its linear part plus R_v, and G composes linear parts. Therefore, if
-‖δ‖ ≤ ε, with r_v ≥ ‖R_v‖ and d_v ≥ −⟨∇_v m_j, R_v⟩ from the remainder rules (lipcert.bounds._remainder),
-
-    ρ_u = ‖G(x → u)‖ ε + Σ_v ‖G(v → u)‖ r_v(ρ),
-    m_j(x + δ) ≥ m_j − ‖∇_x m_j‖ ε − Σ_v d_v(ρ),
-
-evaluated in the order of the network, so that every ρ is known before it is used. The first-order part contains no
-product of norms along the depth: as ε → 0 the radius tends to min_j m_j/‖∇_x m_j‖.
-
-**Stages** keep the number of norms small. If everything after a value c depends on the image only through c (a cut),
-then G(v → u) = G(c → u) G(v → c) for v before and u after c. The remainders before c are added up at c. A cut between
-so few operations that it saves no norms is left out, since the product of two norms is larger than that of G(v → u).
-
-**Columns.** If the path from an entrywise activation v to u is affine, the remainder moves u by at most
-‖Σ_i (column i of G(v → u)) R_i‖ ≤ Σ_i w_i |R_i| with the norms w_i of the columns. Few columns of a trained matrix are
-nearly as long as its norm. Columns do not depend on the image, so their norms are computed once.
-
-**Curvature** takes most of a margin. A rule may know a linear map M of the deviation δ of v's operand u with
-−⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² plus terms of third order, or a similar bound for products
-(:meth:`lipcert.bounds.Remainder.contracted`). Then
-
-    ‖Mδ‖ ≤ ‖M G(x → u)‖ ε + Σ_v ‖M G(v → u)‖ r_v(ρ),
-
-which is several times less than ‖M‖ ρ_u: M contracts the second derivative with the gradient, and the largest
-directions of M and G rarely agree. For smooth entrywise functions M is diagonal and weights entries by the gradient.
-For projections and normalisations it is the positive part of the second derivative of ⟨∇_v m_j, ·⟩, per token. For
-softmax it is the covariance under the nominal probabilities. For products, one factor is contracted with the gradient.
-The norms with M are for one rival class j, so they are computed for the classes with the smallest radii, one after the
-other. A form that is valid up to some ε gives a radius up to that ε.
-
-**Rays.** A perturbation that takes much of a margin is nearly parallel to its gradient, and moves most values by far
-less than the norms of their Jacobians allow. So the ball is covered by sectors of angles to the gradient, and the
-margin is bounded in each: see :mod:`.ray`. Within a sector all that is said here holds with a smaller first-order part.
-
-**Kinks in forms.** The form of a ReLU has a linear term: −⟨∇_v m_j, R_v⟩ ≤ ‖Mδ‖² + ⟨b, δ⟩ + c. It is that of a secant
-for every entry that can lose some of the margin m_j, with its own width. The terms ⟨b, δ⟩ of all operations are
-subtracted from the margin, so they change its gradients and no norm (:class:`.margin.RivalMargin`). Max and min of two
-values are written as ReLU of their difference, so a pair of them has one remainder.
-
-**A verdict at one ε** needs less than the radius. Contracted forms hold up to a multiple of the radius without them, so
-they are left out where that is not above ε. They are also left out for images that nothing can certify, because the
-margin toward some rival vanishes within ε to first order, m_j ≤ ‖∇_x m_j‖ ε.
-
-The norms of G are probabilistic Lanczos bounds (lipcert.norms._lanczos) that share the failure probability of an image
-(lipcert.norms.budget). The sums and products above are of non-negative float64 numbers; the certificate is reduced by
-a relative 1e-6 for them. Rounding errors of nominal values, gradients and products with Jacobians have terms of their
-own, because cancellation can make them as large as the computed number: :mod:`lipcert.certifier.anchored.rounding`.
+With ``eps``, contracted forms are left out where they cannot change the verdict: they hold up to a multiple of the
+radius without them, and certify no image whose margin toward some rival vanishes within ε to first order.
 """
 
 from __future__ import annotations
