@@ -59,6 +59,14 @@ def certify(
         str | None,
         typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.", show_default=False),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Processes that share the images; by default one for each core for costly methods on a CPU, else 0.",
+            show_default=False,
+        ),
+    ] = None,
     out: out(  # type: ignore[valid-type]
         "Rows, one JSON line per image; rerun to continue: MODEL.certified.jsonl. A folder for several models."
     ) = None,
@@ -102,6 +110,7 @@ def certify(
         lists={"classes": classes, "labels": labels},
         limit=limit,
         memory=size,
+        workers=workers,
         device=device,
         fail_under=fail_under,
         as_json=as_json,

@@ -77,6 +77,7 @@ def run(
     lists: Mapping[str, Any],
     limit: int | None,
     memory: float | None,
+    workers: int | None,
     device: str,
     fail_under: float | None,
     as_json: bool,
@@ -98,6 +99,7 @@ def run(
         lists,
         limit,
         memory,
+        workers if processes.count == 1 else 0,
         part,
         parts,
         shard is not None,
@@ -135,6 +137,7 @@ class _Plan:
     lists: Mapping[str, Any]
     limit: int | None
     memory: float | None
+    workers: int | None
     part: int
     parts: int
     sharded: bool
@@ -309,7 +312,7 @@ def _certify_with(
         certifier.watch = lambda method, within: update(done, total, f"certifying: {method}")
         if out is None:
             started(0)
-            tally = certify_in_memory(certifier, images, counted)
+            tally = certify_in_memory(certifier, images, counted, plan.workers)
         else:
             tally = certify_to_file(
                 certifier,
@@ -321,6 +324,7 @@ def _certify_with(
                 processes=processes,
                 started=started,
                 progress=counted,
+                workers=plan.workers,
             )
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:

@@ -1,12 +1,15 @@
 """Long runs: killed, divided, short of memory; the rows are always those of one run that nothing disturbed."""
 
+import contextlib
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -17,12 +20,13 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.certifier import Certifier, _certifier, _global
 from lipcert.cli import _parse, app
-from lipcert.errors import InputError
+from lipcert.errors import BrokenCertificate, InputError
 from lipcert.inputs.artifact import save
-from lipcert.inputs.data import open_images
+from lipcert.inputs.data import Batch, open_images
 from lipcert.inputs.loading import load
 from lipcert.inputs.processes import Processes
-from lipcert.numerics import is_out_of_memory, memory_left
+from lipcert.numerics import is_out_of_memory, memory_left, worker_pool
+from lipcert.results import _parallel
 from lipcert.results.progress import Remaining
 
 EPS = "36/255"
@@ -51,15 +55,55 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
+    """To the last byte, whether this process certifies a block or a worker."""
+    served = []
+
+    class Patient:
+        """Waits for every task, so that the worker certifies all blocks but the first."""
+
+        def __init__(self, pool):
+            self.pool = pool
+
+        def submit(self, *task):
+            future = self.pool.submit(*task)
+            served.append(future.result(600))
+            return future
+
+    @contextlib.contextmanager
+    def patient(*arguments):
+        with worker_pool(*arguments) as pool:
+            yield Patient(pool)
+
+    monkeypatch.setattr(_parallel, "worker_pool", patient)
+    monkeypatch.setattr(_parallel, "_WORTH", 0.0)
+    for workers in ("1", "2"):
+        command = ["certify", "--eps", "36/255", "--limit", "9", "--workers", workers, "--out", f"{workers}.jsonl"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    assert len(served) > 4
+    one, two = rows("1.jsonl"), rows("2.jsonl")
+    assert json.dumps(one) == json.dumps(two)
+    assert any(row["method"] == "anchored" for row in two)
+
+
+def test_an_attack_that_contradicts_a_worker_names_the_image():
+    batch = Batch((5, 7), torch.zeros(2, 3, 2, 2), None)
+    future = Future()
+    future.set_result(pickle.dumps({"position": 1, "distance": 0.1, "radius": 0.2, "method": "gloro"}))
+    with pytest.raises(BrokenCertificate, match="image 7 of the data"):
+        _parallel._received(future, batch)
+
+
 def test_blocks_are_the_same_in_every_run(folder):
-    """Whatever is done and however many parts there are; small at first, and none above a quarter of the images."""
+    """Whatever is done and however many parts there are; small at first, and none above an eighth of the images."""
     model = load(None)
     images = open_images(None, model, limit=100)
     certifier = Certifier(model, 0.1, "gloro")
     certifier.together = 32
     order = list(images.order)
     whole = [batch.indices for batch in Remaining(certifier, images)._blocks()]
-    assert [len(block) for block in whole] == [1, 2, 4, 8, 16, 25, 25, 19]
+    assert [len(block) for block in whole] == [1, 2, 4, 8, 13, 13, 13, 13, 13, 13, 7]
     assert [index for block in whole for index in block] == order
     for parts in (2, 5):
         for done in ((), order[:3], order[2:11], order):

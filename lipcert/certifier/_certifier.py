@@ -171,6 +171,11 @@ class Certifier:
         return self.subject.flops / self.subject.operations
 
     @property
+    def costly(self) -> bool:
+        """Whether there is a method that takes more than a forward pass."""
+        return any(method.work > 0 for method in self.methods.values())
+
+    @property
     def bound(self) -> Bound:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
@@ -16,7 +16,9 @@ _STARTING = threading.Lock()
 
 
 @contextlib.contextmanager
-def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(
+    count: int, make: Callable[[bytes], None] | None = None, given: bytes = b""
+) -> Iterator[ProcessPoolExecutor]:
     """Processes that share the cores; after an error, tasks that have not begun are dropped.
 
     Workers do not import the main module, so a script needs no ``if __name__ == "__main__"``, and what they are given
@@ -24,9 +26,11 @@ def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
 
     Args:
         count: number of processes, at least 1.
+        make: called with ``given`` once in every worker, before its first task.
+        given: its argument.
     """
     threads = max(1, (os.cpu_count() or 1) // count)
-    pool = ProcessPoolExecutor(count, mp_context=_Context(), initializer=_prepare, initargs=(threads,))
+    pool = ProcessPoolExecutor(count, mp_context=_Context(), initializer=_prepare, initargs=(threads, make, given))
     try:
         yield pool
     except BaseException:
@@ -52,6 +56,8 @@ class _Context(multiprocessing.context.SpawnContext):
     Process = _Process
 
 
-def _prepare(threads: int) -> None:
+def _prepare(threads: int, make: Callable[[bytes], None] | None, given: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
     torch.set_num_threads(threads)
+    if make is not None:
+        make(given)

@@ -2,21 +2,21 @@
 
 The blocks of a data set are the same in every run: consecutive images in the run's order. So an image is always
 computed in the same batch. Rounding depends on the batch; with fixed blocks neither an interruption nor the number of
-processes changes a radius. The first blocks are small, so that the first rows appear early. No block holds more than a
-quarter of the images, so that processes get similar numbers of images.
+processes changes a radius. The first blocks are small, so that the first rows appear early. No block holds more than
+an eighth of the images, so that processes get similar numbers of images.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipcert.errors import BrokenCertificate, InputError, Interrupted
+from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.data import Batch, Images
 from lipcert.inputs.processes import Processes
 from lipcert.results._files import ResultFile, check_images, shard_path, shards_of
+from lipcert.results._parallel import certified, workers_for
 from lipcert.results._reading import read_rows, summary_path
 from lipcert.results._rows import rows
 from lipcert.results._statistics import Tally
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, "int | None"], None]
 
 # A block holds at most 1/_BLOCKS of the images.
-_BLOCKS = 4
+_BLOCKS = 8
 
 
 def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
@@ -66,7 +66,9 @@ class Remaining:
         done: Collection[int] = (),
         part: int = 0,
         parts: int = 1,
+        workers: int | None = 0,
     ):
+        self.workers = workers_for(certifier, workers)
         self.certifier = certifier
         self.images = images
         self.done = frozenset(done)
@@ -76,14 +78,8 @@ class Remaining:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Certifies block after block and yields the rows of images that had none."""
-        for batch in self._blocks():
-            started = time.perf_counter()
-            try:
-                certificates = self.certifier.run_batch(batch)
-            except BrokenCertificate as error:
-                error.args = (f"image {batch.indices[error.position]} of the data: {error.contradiction}",)
-                raise
-            for row in rows(batch, certificates, time.perf_counter() - started):
+        for batch, certificates, seconds in certified(self.certifier, self._blocks(), self.workers, self.length):
+            for row in rows(batch, certificates, seconds):
                 if row["index"] not in self.done:
                     yield row
 
@@ -93,11 +89,13 @@ class Remaining:
         yield from self.images.batches([len(block) for block in self.blocks], only=remaining)
 
 
-def certify_in_memory(certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None) -> Tally:
+def certify_in_memory(
+    certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None, workers: int | None = 0
+) -> Tally:
     """Certifies all images and returns only the counts and rows in memory."""
     tally = Tally()
     try:
-        _collect(Remaining(certifier, images), tally.add, progress)
+        _collect(Remaining(certifier, images, workers=workers), tally.add, progress)
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept with --no-out") from error
     return tally
@@ -114,6 +112,7 @@ def certify_to_file(
     processes: Processes | None = None,
     started: Callable[[int], None] | None = None,
     progress: Progress | None = None,
+    workers: int | None = 0,
 ) -> Tally:
     """Certifies the images that have no row yet, in this file or in a shard's file, and writes their rows.
 
@@ -136,7 +135,7 @@ def certify_to_file(
             started(len(done))
         before = len(file.tally)
         try:
-            _collect(Remaining(certifier, images, done, part, parts), file.append, progress)
+            _collect(Remaining(certifier, images, done, part, parts, workers), file.append, progress)
         except KeyboardInterrupt as error:
             raise Interrupted(
                 f"interrupted after {len(file.tally) - before} images; {shard} keeps {len(file.tally)} rows, "

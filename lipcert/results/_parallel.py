@@ -1,0 +1,169 @@
+"""Certifies blocks of images on several cores: this process and its workers share them; results keep their order."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lipcert.errors import BrokenCertificate, InputError
+from lipcert.inputs.data import Batch
+from lipcert.numerics import Certificates, memory_left, worker_pool
+
+if TYPE_CHECKING:
+    from lipcert.certifier import Certifier, Method
+    from lipcert.smoothing import Smoothing
+
+Outcome = tuple[Certificates, float]
+
+# Workers are started if the images that remain take this process longer than so many seconds.
+_WORTH = 15.0
+# Memory of a worker besides that of its images.
+_OF_A_WORKER = 2**29
+
+
+def workers_for(certifier: Certifier | Smoothing, asked: int | None) -> int:
+    """The number of processes, each with one thread; 0 for this process with all its threads.
+
+    By default there is one for each core where Python takes longer than the arithmetic, as with ``anchored`` on a CPU.
+    """
+    if asked == 0 or not getattr(certifier, "costly", False) or certifier.model.device.type != "cpu":
+        return 0
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    methods: Mapping[str, Method] = getattr(certifier, "methods", {})
+    need = certifier.together * max(method.memory for method in methods.values()) + _OF_A_WORKER
+    count = min(cores, int(memory_left(certifier.model.device) / 2 / need))
+    return count if count > 1 else 0
+
+
+def certified(
+    certifier: Certifier | Smoothing, batches: Iterator[Batch], workers: int, left: int | None
+) -> Iterator[tuple[Batch, Certificates, float]]:
+    """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
+
+    Workers start after the first batches, if what is left takes long. Each makes the certifier anew from the network
+    and the settings, and serves only if its bounds are the same. A batch is certified as a whole and on one thread, so
+    no radius depends on the number of workers, from 1 on.
+
+    Args:
+        certifier: certifies the batches in this process.
+        batches: the batches.
+        workers: from :func:`workers_for`.
+        left: the number of images; None if it is not known.
+
+    Raises:
+        BrokenCertificate: an attack contradicts a certificate.
+        InputError: a worker died.
+    """
+    for batch in batches:
+        outcome = _timed(certifier, batch, workers > 0)
+        yield batch, *outcome
+        left = None if left is None else left - len(batch)
+        if workers > 1 and (left is None or left * outcome[1] / len(batch) > _WORTH):
+            break
+    else:
+        return
+    try:
+        given = pickle.dumps((certifier.model, certifier.settings, torch.get_num_threads()))
+    except Exception:  # code that only this process has, such as hooks
+        for batch in batches:
+            yield batch, *_timed(certifier, batch, True)
+        return
+    try:
+        with worker_pool(workers - 1, _make, given) as pool:
+            yield from _shared(certifier, batches, pool, workers - 1)
+    except BrokenProcessPool as error:
+        raise InputError("a worker ended early; it may have run out of memory: use fewer --workers, or 0") from error
+
+
+def _shared(
+    certifier: Any, batches: Iterator[Batch], pool: ProcessPoolExecutor, workers: int
+) -> Iterator[tuple[Batch, Certificates, float]]:
+    ready, serves = pool.submit(_identity), False
+    waiting: deque[tuple[Batch, Callable[[], Outcome], Callable[[], bool]]] = deque()
+
+    def finished(block: bool = False) -> Iterator[tuple[Batch, Certificates, float]]:
+        while waiting and (block or waiting[0][2]()):
+            batch, outcome, _ = waiting.popleft()
+            yield batch, *outcome()
+
+    for batch in batches:
+        if not serves and ready.done():
+            serves = ready.result() == _identity(certifier)
+        if serves and sum(not is_done() for *_, is_done in waiting) < workers:
+            future = pool.submit(_certify, pickle.dumps((batch.images, batch.labels)))  # by value
+            waiting.append((batch, partial(_received, future, batch), future.done))
+        else:
+            done: Future[Outcome] = Future()
+            done.set_result(_timed(certifier, batch, True))
+            waiting.append((batch, done.result, done.done))
+        yield from finished()
+    ready.cancel()
+    yield from finished(block=True)
+
+
+def _timed(certifier: Any, batch: Batch, one_thread: bool) -> Outcome:
+    started, threads = time.perf_counter(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if one_thread else threads)
+        return certifier.run_batch(batch), time.perf_counter() - started
+    except BrokenCertificate as error:
+        raise _named(error, batch) from None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _received(future: Future[bytes], batch: Batch) -> Outcome:
+    outcome: Outcome | dict[str, Any] = pickle.loads(future.result())
+    if isinstance(outcome, dict):
+        raise _named(BrokenCertificate(**outcome), batch)
+    return outcome
+
+
+def _named(error: BrokenCertificate, batch: Batch) -> BrokenCertificate:
+    """The error with the image's index in the data set."""
+    error.args = (f"image {batch.indices[error.position]} of the data: {error.contradiction}",)
+    return error
+
+
+# The certifier of a worker.
+_MADE: list[Any] = []
+
+
+def _make(given: bytes) -> None:
+    from lipcert.certifier import Certifier
+
+    model, settings, threads = pickle.loads(given)
+    torch.set_num_threads(threads)  # as where the other certifier was made
+    _MADE[:] = [Certifier(model, settings)]
+    torch.set_num_threads(1)
+
+
+def _identity(certifier: Any = None) -> tuple[Any, ...]:
+    """What two certifiers of one network and with the same settings have in common."""
+    one = _MADE[0] if certifier is None else certifier
+    return (
+        one.bound.log10,
+        tuple(one.methods),
+        tuple(one.skipped),
+        tuple(method.work for method in one.methods.values()),
+    )
+
+
+def _certify(given: bytes) -> bytes:
+    images, labels = pickle.loads(given)
+    started = time.perf_counter()
+    try:
+        return pickle.dumps((_MADE[0].run(images, labels), time.perf_counter() - started))
+    except BrokenCertificate as error:
+        return pickle.dumps({name: getattr(error, name) for name in ("position", "distance", "radius", "method")})
