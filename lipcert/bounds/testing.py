@@ -151,7 +151,8 @@ def _remainders(module: nn.Module, images: list[Tensor], draw: torch.Generator) 
 
         for radius in _RADII:
             for delta in _deviations(at, radius, draw):
-                base, linear = torch.func.jvp(evaluate, at, delta)
+                moved = torch.func.jvp(evaluate, at, delta)
+                base, linear = moved[0], moved[1]
                 rest = evaluate(*(x + d for x, d in zip(at, delta, strict=True))) - base - linear
                 size, slack = float(rest.norm()), 1e-12 * (1 + float(base.abs().sum() + linear.abs().sum()))
                 if known is None:
