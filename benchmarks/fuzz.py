@@ -1,6 +1,6 @@
-"""Programs from torch's whole tensor API, hostile modules, odd arguments: each is refused, or attacked.
+"""Programs from torch's whole tensor API, hostile modules, odd arguments, kernels: each is refused, or attacked.
 
-    python -m benchmarks.fuzz --programs 20000 --modules 1000 --arguments 20000 --rows fuzz.jsonl --workers 2
+    python -m benchmarks.fuzz --programs 20000 --modules 1000 --arguments 20000 --kernels 30000 --rows fuzz.jsonl
 
 writes a line a network to the rows, goes on after those that are there, and sums up in benchmarks/results. Networks
 that do not run in plain PyTorch, in float32 and in float64, are left out and not counted. The outcome of a network is
@@ -12,6 +12,9 @@ the worst over methods and types:
 * traceback: another error than lipcert's own, a defect;
 * false: the network itself predicts another class nearer than the radius, a defect;
 * died, too long: the process ended, or ran for minutes, in torch or in lipcert.
+
+Kernels of single operations are compared with their rounding rules (:mod:`benchmarks._kernels`). The summary has the
+largest share of a bound that an error used, by operation and type.
 
 ``--inflate 2 --rows other.jsonl --results other.json`` shows what the attacks can find: how many radii, made twice as
 large, they break. ``--show program:17`` prints what a seed draws, and examines it.
@@ -37,11 +40,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import _arguments, _hostile, _judge, _programs
+from benchmarks import _arguments, _hostile, _judge, _kernels, _programs
 from benchmarks._env import environment
 from benchmarks._judge import OUTCOMES, Runner, Subject, examine
 
-KINDS = ("program", "module", "argument")
+KINDS = ("program", "module", "argument", "kernel")
 _FAILED = ("false", "traceback", "died", "too long")
 _COUNTED = (*_FAILED, "held", "zero", "refused")
 _LONGEST = 180.0
@@ -102,10 +105,10 @@ def _with_near_ones(plain: Subject) -> Subject:
 def look(kind: str, seed: int) -> dict[str, Any]:
     """A row for one seed."""
     started = time.process_time()
-    if kind == "argument":
+    if kind in ("argument", "kernel"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            row = _arguments.look(seed)
+            row = _arguments.look(seed) if kind == "argument" else _kernels.look(seed)
         return {**row, "seconds": round(time.process_time() - started, 3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -202,8 +205,14 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for row in counted
         for defect in row.get("defects", ())[:2]
     ]
+    shares: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    for row in counted:
+        if row["kind"] == "kernel" and "share" in row:
+            seen = shares[row["operation"]]
+            seen[row["dtype"]] = max(seen.get(row["dtype"], 0.0), round(row["share"], 3))
     return {
         **table,
+        "largest_shares": {name: shares[name] for name in sorted(shares)},
         "by_method": {name: _ordered(methods[name]) for name in sorted(methods)},
         "by_family": {name: _ordered(families[name]) for name in sorted(families)},
         "refusals": dict(reasons.most_common(30)),
@@ -238,6 +247,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=20_000, help="go on until so many programs are counted")
     parser.add_argument("--modules", type=int, default=1_000, help="the same of hostile modules")
     parser.add_argument("--arguments", type=int, default=20_000, help="the same of calls with odd arguments")
+    parser.add_argument("--kernels", type=int, default=30_000, help="the same of kernels against rounding rules")
     parser.add_argument("--rows", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--workers", type=int, default=1, help="processes")
@@ -250,15 +260,17 @@ def main() -> None:
     _judge.inflation = args.inflate
     if args.show:
         kind, _, seed = args.show.partition(":")
-        drawn = {"program": _programs, "module": _hostile, "argument": _arguments}[kind].draw(int(seed))
-        print(drawn.source if kind == "program" else drawn)
+        drawing = {"program": _programs, "module": _hostile, "argument": _arguments}
+        if kind in drawing:
+            found = drawing[kind].draw(int(seed))
+            print(found.source if kind == "program" else found)
         print(json.dumps(look(kind, int(seed)), indent=1))
         return
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()] if args.rows.exists() else []
     if args.redo:
         rows = [row for row in rows if row["outcome"] not in _FAILED]
         args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wanted = {"program": args.programs, "module": args.modules, "argument": args.arguments}
+    wanted = {"program": args.programs, "module": args.modules, "argument": args.arguments, "kernel": args.kernels}
     counted = collections.Counter(row["kind"] for row in rows if row["outcome"] in _COUNTED)
     done = {(row["kind"], row["seed"]) for row in rows}
     code = _code()
@@ -282,9 +294,14 @@ def main() -> None:
     seconds = round(sum(row.get("seconds", 0.0) for row in rows))
     summary = {**summarise(rows), "seconds": seconds, "environment": environment()}
     args.results.write_text(json.dumps(summary, indent=1) + "\n")
-    for name in ("programs", "modules", "arguments"):
+    for name in ("programs", "modules", "arguments", "kernels"):
         print(name, summary[name])
-    for name, line in {**summary["by_method"], **summary["by_family"], **summary["refusals"]}.items():
+    for name, line in {
+        **summary["largest_shares"],
+        **summary["by_method"],
+        **summary["by_family"],
+        **summary["refusals"],
+    }.items():
         print(f"{name:40} {line}")
 
 

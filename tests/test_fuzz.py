@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lipcert
-from benchmarks import _hostile, _judge, _programs, fuzz
+from benchmarks import _hostile, _judge, _kernels, _programs, fuzz
 from lipcert.certifier import Certifier
 from lipcert.errors import UnsupportedOperation
 
@@ -151,6 +151,8 @@ def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
             str(programs),
             "--modules",
             "3",
+            "--kernels",
+            "3",
             "--rows",
             str(rows),
             "--results",
@@ -173,3 +175,14 @@ def test_drawn_programs_are_refused_or_hold(seed):
 @pytest.mark.parametrize("seed", MODULES)
 def test_hostile_modules_are_refused_or_hold(seed):
     assert fuzz.look("module", seed)["outcome"] in ("held", "zero", "refused", "not run")
+
+
+def test_kernels_stay_within_their_rounding_rules(monkeypatch):
+    rows = [fuzz.look("kernel", seed) for seed in range(120)]
+    held = [row for row in rows if row["outcome"] == "held"]
+    assert len(held) > 90
+    assert {row["outcome"] for row in rows} <= {"held", "zero", "refused", "not run"}
+    assert max(row["share"] for row in held) > 0.5
+    bound = _kernels.local_error
+    monkeypatch.setattr(_kernels, "local_error", lambda *args: bound(*args) / 10)
+    assert any(fuzz.look("kernel", row["seed"])["outcome"] == "false" for row in held if row["share"] > 0.5)
