@@ -205,14 +205,14 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for row in counted
         for defect in row.get("defects", ())[:2]
     ]
-    shares: dict[str, dict[str, float]] = collections.defaultdict(dict)
+    largest: dict[str, dict[str, float]] = collections.defaultdict(dict)
     for row in counted:
         if row["kind"] == "kernel" and "share" in row:
-            seen = shares[row["operation"]]
+            seen = largest[row["operation"]]
             seen[row["dtype"]] = max(seen.get(row["dtype"], 0.0), round(row["share"], 3))
     return {
         **table,
-        "largest_shares": {name: shares[name] for name in sorted(shares)},
+        "largest_shares": {name: largest[name] for name in sorted(largest)},
         "by_method": {name: _ordered(methods[name]) for name in sorted(methods)},
         "by_family": {name: _ordered(families[name]) for name in sorted(families)},
         "refusals": dict(reasons.most_common(30)),

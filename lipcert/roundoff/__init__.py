@@ -13,18 +13,19 @@ these assumptions as far as it can, and refuses a process that violates them:
 * Every operation of the captured network rounds to nearest, |fl(a) − a| ≤ u|a| + η. Numbers below the normal range may
   be flushed to zero, as operands and as results (float16: below the subnormal range).
 * Matrix products, convolutions, sums and means are sums of the products in their definition, in any order, with or
-  without fused multiplication, with a bias inside the sum or after it: no Winograd, FFT or Strassen transforms, no TF32 (on CUDA cuDNN and, in float32,
-  memory-efficient attention must be off).
+  without fused multiplication, with a bias inside the sum or after it: no Winograd, FFT or Strassen transforms, no TF32
+  (on CUDA cuDNN and, in float32, memory-efficient attention must be off).
 * float16 and bfloat16: sums and functions inside one operation are computed in float32, truncated or rounded. The
   result is rounded to the format, and before it at most a product to which a bias is added, a sum that is divided,
-  parts of ``sum``, scaled queries and keys, attention weights, and the terms of a normalisation (on CUDA: ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its
-  bfloat16 counterpart off). ``Format(dtype, sums=dtype)`` drops this assumption, but then most networks have no bound.
+  parts of ``sum``, scaled queries and keys, attention weights, and the terms of a normalisation (on CUDA:
+  ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its bfloat16 counterpart off).
+  ``Format(dtype, sums=dtype)`` drops this assumption, but then most networks have no bound.
 * exp, tanh, log, square roots and rsqrt err by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|, sigmoid and erf by
   4 ulp of 1.
 * Softmax subtracts the largest score, or the running maximum of online softmax. Fused attention is softmax with two
   matrix products.
-* Variances may be computed by two passes, by updates, or as E[x²] − E[x]². Normalisations may be multiplied out, as
-  in xα + (β − μα).
+* Variances may be computed by two passes, by updates, or as E[x²] − E[x]². Normalisations may be multiplied out, as in
+  xα + (β − μα).
 * The whole network runs in one format: no autocast.
 
 With the format ``REAL``, F̂ is F as the certifier evaluates it in float64. Constants that the network computes from its

@@ -275,10 +275,9 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
         cast = at_most(dx @ y.most if dx.dim() else x.most @ dy)
     largest = torch.maximum(*(part.most.reshape(len(part.nominal), -1).amax(1) for part in (x, y)))
     if len(operands) == 2:
-        stored, scaled = None, 16 * fmt.smallest * (x.most.sum(-1, keepdim=True) + y.most.sum(-2, keepdim=True))
+        error = fmt.sum(size, terms) + 16 * fmt.smallest * (x.most.sum(-1, keepdim=True) + y.most.sum(-2, keepdim=True))
     else:
-        stored, scaled = (x.nominal @ y.nominal).abs() + moved + cast, 0.0
-    error = fmt.sum(size + cast, terms, stored) + cast + scaled
+        error = fmt.sum(size + cast, terms, (x.nominal @ y.nominal).abs() + moved + cast) + cast
     return fmt.safe(error, torch.maximum(size, operands[0].over(largest.expand(len(size)))))
 
 
