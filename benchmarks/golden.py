@@ -3,10 +3,12 @@
     python -m benchmarks.golden --write golden.jsonl
     python -m benchmarks.golden --compare golden.jsonl
     python -m benchmarks.golden --compare golden.jsonl --tolerance 1e-3
+    python -m benchmarks.golden --large --write large.jsonl
 
 The first command goes on after the networks that are in the file; the others print each difference and end with exit
 code 1 if there is any larger than the tolerance, 0 by default. All use one thread, since sums depend on the order in
-which they are taken.
+which they are taken. With ``--large`` the networks are three ViTs whose norms take more than 1e11 operations an image,
+one image each.
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ import json
 import math
 from pathlib import Path
 
+import timm
 import torch
+from torch import nn
 
+import lipcert
 from benchmarks._networks import draw
 from benchmarks.campaign import certify
+from lipcert.certifier import Certifier
 
 
 def radii(seed: int, count: int) -> dict[str, list[str]]:
@@ -29,6 +35,28 @@ def radii(seed: int, count: int) -> dict[str, list[str]]:
     with torch.no_grad():
         classes = case.model(case.images).argmax(1)
     return {" ".join(key): [x.hex() for x in found.tolist()] for key, found in certify(case, classes).items()}
+
+
+def large(number: int) -> dict[str, list[str]]:
+    """The same for a ViT of three blocks with projections of radius 1; the last has a convolutional stem."""
+    torch.manual_seed(number)
+    net = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=128, depth=3, num_heads=4, num_classes=10,
+        mlp_ratio=(2.0, 3.0, 2.0)[number], class_token=False, global_pool="avg",
+    )  # fmt: skip
+    if number == 2:
+        net.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.GELU(), nn.Conv2d(16, 128, 2, 2))
+    for weight in (part for part in net.parameters() if part.dim() == 2):
+        nn.init.orthogonal_(weight)
+    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 32, 32))
+    lipcert.convert(model, attention="keep", norm="smooth")
+    for module in model.modules():
+        if isinstance(module, lipcert.surgery.SmoothProject):
+            module.radius.fill_(1.0)
+    image = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(number))
+    return {
+        f"{name} real": [Certifier(model, 0.01, name).run(image).radius.item().hex()] for name in ("lofast", "anchored")
+    }
 
 
 def distance(before: list[str] | None, now: list[str] | None, smaller: bool = False) -> float:
@@ -48,21 +76,24 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=0.0, help="the largest relative difference of two radii")
     parser.add_argument("--smaller", action="store_true", help="radii may grow; only smaller ones are differences")
     parser.add_argument("--networks", type=int, default=500)
+    parser.add_argument("--large", action="store_true", help="three large networks in place of the campaign's")
     parser.add_argument("--images", type=int, default=2, help="images per network")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    found = (lambda seed, count: large(seed)) if args.large else radii
+    networks, images = (3, 1) if args.large else (args.networks, args.images)
     if args.write:
         done = len(args.write.read_text().splitlines()) if args.write.exists() else 0
         with args.write.open("a") as file:
-            for seed in range(done, args.networks):
-                file.write(json.dumps({"seed": seed, "images": args.images, "radii": radii(seed, args.images)}) + "\n")
+            for seed in range(done, networks):
+                file.write(json.dumps({"seed": seed, "images": images, "radii": found(seed, images)}) + "\n")
                 file.flush()
         return 0
     if not args.compare:
         parser.error("give --write FILE or --compare FILE")
     different, largest = 0, 0.0
-    for row in map(json.loads, args.compare.read_text().splitlines()[: args.networks]):
-        now = radii(row["seed"], row["images"])
+    for row in map(json.loads, args.compare.read_text().splitlines()[:networks]):
+        now = found(row["seed"], row["images"])
         for key in sorted({*now, *row["radii"]}):
             apart = distance(row["radii"].get(key), now.get(key), args.smaller)
             largest = max(largest, apart if apart < math.inf else 0.0)
