@@ -287,8 +287,9 @@ def _certify_with(
     description = {**describe(loaded, images, certifier, typed()), "name": label}
     if choice is not None:
         description["sigma_choice"] = choice
-    if isinstance(out, str):
-        out = free_file(_names(out, settings), description, images) if _keeps(plan) else None
+    file = out if isinstance(out, Path) else None
+    if isinstance(out, str) and _keeps(plan):
+        file = free_file(_names(out, settings), description, images)
 
     def started(rows: int) -> None:
         if isinstance(certifier, Certifier):
@@ -298,7 +299,7 @@ def _certify_with(
             say(f"estimated per image: {SMOOTHING} up to {most}; draws at once: at most {certifier.batch}")
         show_preprocessing(images, loaded)
         if rows:
-            say(f"{out}: continuing after {rows} images")
+            say(f"{file}: continuing after {rows} images")
 
     with progress("certifying", len(images)) as update:
         done = 0
@@ -310,7 +311,7 @@ def _certify_with(
             update(done, total)
 
         certifier.watch = lambda method, within: update(done, total, f"certifying: {method}")
-        if out is None:
+        if file is None:
             started(0)
             tally = certify_in_memory(certifier, images, counted, plan.workers)
         else:
@@ -318,7 +319,7 @@ def _certify_with(
                 certifier,
                 images,
                 description,
-                out,
+                file,
                 part=plan.part,
                 parts=plan.parts,
                 processes=processes,
@@ -329,7 +330,7 @@ def _certify_with(
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")
-    path = out if out is None or processes.count > 1 else shard_path(out, plan.part, plan.parts)
+    path = file if file is None or processes.count > 1 else shard_path(file, plan.part, plan.parts)
     bound = None if certifier.bound is None else certifier.bound.log10
     run = Run(path or Path("results"), summary(description, tally, complete=True), tally.rows)
     return _Outcome(label, run, path, bound)

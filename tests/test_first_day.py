@@ -138,7 +138,19 @@ def test_the_first_command_of_a_process_says_how_images_are_resized(folder) -> N
     from PIL import Image
 
     Image.new("RGB", (40, 32)).save("one.png")
-    command = [sys.executable, "-m", "lipcert", "certify", "--data", "one.png", "--eps", "1", "--method", "gloro"]
+    command = [
+        sys.executable,
+        "-m",
+        "lipcert",
+        "certify",
+        "bundled",
+        "--data",
+        "one.png",
+        "--eps",
+        "1",
+        "--method",
+        "gloro",
+    ]
     shown = subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
     assert "images: 32×40 → resize to 8×8, crop" in shown, shown
     assert "centre crop discards" in shown

@@ -221,9 +221,10 @@ def _removed(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images:
     The names of the files with a row say how far each has moved. An image without a row may have had any number between
     those of its neighbours, since nothing depends on it yet.
     """
-    before = data.get("images")
+    stated = data.get("images")
+    before = stated if type(stated) is int else 0
     total = images.total or 0
-    count = before - total if type(before) is int else 0
+    count = before - total
     if not 0 < count < before or images.file(0) is None:
         return []
     places = {images.file(place): place for place in range(total)}
