@@ -4,7 +4,8 @@
 
 Counts the images of a fixed shuffle that are classified right and certified at 36/255: by gloro, by staged in the same
 run, and to first order: m/‖∇m‖ at the pixels, and m/(K‖∇_c m‖) behind the cut, which only what the last layer before
-the cut does to the gradient can pass. Seconds are those of staged for the images that gloro leaves open. Rows of other models stay.
+the cut does to the gradient can pass. Seconds are those of staged for the images that gloro leaves open. Rows of other
+models stay.
 """
 
 from __future__ import annotations

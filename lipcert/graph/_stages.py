@@ -228,7 +228,6 @@ def evaluate(
     graph: Graph,
     images: Tensor,
     nodes: Iterable[Node] | None = None,
-    leaves: Mapping[Node, Tensor] = MappingProxyType({}),
     added: Mapping[Node, Tensor] = MappingProxyType({}),
 ) -> dict[Node, Tensor]:
     """Values of a captured network at N images, each evaluated alone under ``torch.vmap``.
@@ -239,13 +238,12 @@ def evaluate(
         graph: the network, captured with one image.
         images: shape (N, 1, C, H, W).
         nodes: the nodes whose values are returned; by default all with one result.
-        leaves: values of nodes outside the graph that it reads, each of shape (N, ...).
         added: numbers that are added to the results of some nodes, each of shape (N, *node.shape).
     """
     asked = [node for node in (graph.nodes if nodes is None else nodes) if node.single and node is not graph.input]
 
-    def one(image: Tensor, given: tuple[Tensor, ...], extra: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        values: dict[Node, Any] = {graph.input: image, **dict(zip(leaves, given, strict=True))}
+    def one(image: Tensor, extra: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        values: dict[Node, Any] = {graph.input: image}
         changes = dict(zip(added, extra, strict=True))
         for node in graph.nodes if changes else ():
             run((node,), values)
@@ -254,8 +252,8 @@ def evaluate(
         run(graph.nodes, values)
         return tuple(values[node] for node in asked)
 
-    results = torch.vmap(one)(images, tuple(leaves.values()), tuple(added.values()))
-    return {graph.input: images, **leaves, **dict(zip(asked, results, strict=True))}
+    results = torch.vmap(one)(images, tuple(added.values()))
+    return {graph.input: images, **dict(zip(asked, results, strict=True))}
 
 
 # The largest number of entries of one value for which a call on the CPU stays in its cache.
