@@ -121,7 +121,8 @@ def _pool(adaptive: bool, r: random.Random) -> Drawn:
 def _reduced(name: str, r: random.Random) -> Drawn:
     shape = (r.choice((1, 3, 16)), r.choice((2, 7, 33)), r.choice((2, 6, 32)))
     dims, kept = r.choice((1, 2, 3, (1, 2), (2, 3), (1, 3), (1, 2, 3))), r.random() < 0.5
-    return Function(lambda x: getattr(x, name)(dim=dims, keepdim=kept)), shape
+    reduce = getattr(torch, name, torch.linalg.vector_norm)
+    return Function(lambda x: reduce(x, dim=dims, keepdim=kept)), shape
 
 
 def _softmax(name: str, r: random.Random) -> Drawn:
@@ -157,7 +158,7 @@ OPERATIONS: dict[str, Callable[[random.Random], Drawn]] = {
     },
     "avg_pool": lambda r: _pool(False, r),
     "adaptive_avg_pool": lambda r: _pool(True, r),
-    **{name: lambda r, name=name: _reduced(name, r) for name in ("sum", "mean", "norm")},
+    **{name: lambda r, name=name: _reduced(name, r) for name in ("sum", "mean", "vector_norm")},
     **{name: lambda r, name=name: _softmax(name, r) for name in ("softmax", "log_softmax", "normalize")},
     **{
         str(key_of(function)): lambda r, function=function: _entrywise(function, r)
