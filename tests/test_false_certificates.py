@@ -650,7 +650,7 @@ def test_derivatives_that_torch_gets_wrong_are_refused(count, forwards, monkeypa
     assert "vmap" in Certifier(model, 0.1, "staged").skipped["anchored"]
 
 
-@pytest.mark.parametrize("scale", [1e-310, 1e-200, 300.0])
+@pytest.mark.parametrize("scale", [1e-58, 1e-20, 300.0])
 def test_saturated_networks_are_not_refused_for_their_rounding_errors(scale):
     """Their derivatives underflow, or consist of rounding errors."""
     for seed in range(3):

@@ -1,5 +1,6 @@
-"""What is said in two files of the repository is the same in both."""
+"""What is said in two files of the repository is the same in both, and arithmetic has one place."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -29,3 +30,55 @@ def test_the_oldest_versions_are_those_of_the_project() -> None:
     pinned = re.findall(r"^(\w+)==([\d.]+?)(?:\.\*)?$", (ROOT / ".ci" / "oldest.txt").read_text(), re.MULTILINE)
     assert {name for name, _ in pinned} == {"torch", "timm", "typer"}
     assert {f"{name}>={version}" for name, version in pinned} <= {*required}
+
+
+# Packages and modules that certify nothing, checks of rules, and the values of networks themselves.
+FREE = ("attacks", "bounds/testing", "certvit", "graph", "inputs", "networks", "surgery", "training")
+ESTIMATES = ("norms/_estimate", "norms/_gram")
+
+
+def unscaled(tree: ast.AST) -> list[int]:
+    """The lines that compute a norm or a sum of squares of tensors, or divide by a clamped number."""
+
+    def method(node: ast.AST) -> str:
+        return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+
+    def squares(node: ast.AST) -> bool:
+        power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and ast.unparse(node.right) == "2"
+        return power or method(node) == "square" or (method(node) == "pow" and ast.unparse(node.args[-1]) == "2")
+
+    lines = []
+    for node in ast.walk(tree):
+        name = method(node)
+        if name:
+            keywords = {keyword.arg for keyword in node.keywords}
+            owner = ast.unparse(node.func.value)
+            bad = name == "norm" and (not node.args or bool(keywords & {"p", "dim", "keepdim"}) or owner == "torch")
+            bad |= name.endswith("norm") and owner.endswith("linalg")
+            bad |= name in ("sum", "mean") and squares(node.func.value)
+        else:
+            division = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+            bad = division and method(node.right) in ("clamp", "clamp_min")
+        if bad:
+            lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.norm()", "x.norm(dim=1)", "torch.norm(x, 2)", "x.square().sum(1)", "x.pow(2).sum()", "(x**2).mean()",
+        "torch.linalg.vector_norm(x)", "torch.linalg.norm(x)", "linalg.matrix_norm(x, 2)", "x / y.clamp_min(1e-9)",
+    ],
+)  # fmt: skip
+def test_unscaled_arithmetic_is_found(line: str) -> None:
+    assert unscaled(ast.parse(line))
+
+
+def test_code_that_certifies_takes_norms_and_quotients_from_one_place() -> None:
+    found = []
+    for path in sorted((ROOT / "lipcert").rglob("*.py")):
+        name = path.relative_to(ROOT / "lipcert").with_suffix("").as_posix()
+        if name != "numerics/_l2" and not name.startswith(FREE + ESTIMATES):
+            found += [f"{name}:{line}" for line in unscaled(ast.parse(path.read_text()))]
+    assert not found, "use l2_norm, sum_squares, over or unit_vectors of lipcert.numerics"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds._arguments import named
 from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, check_entries, kept_whole, refusal
+from lipcert.bounds._scales import check_scales
 from lipcert.bounds._value import Value
 from lipcert.bounds.forms import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
@@ -147,7 +148,9 @@ def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progres
             _check_independence(model, images)
         _check_unused(graph)
         graph = canonical_forms(graph, "lipschitz", examples(images))
-    return Analysis(graph, global_values(graph, progress))
+    analysis = Analysis(graph, global_values(graph, progress))
+    check_scales(graph, analysis.values, images)
+    return analysis
 
 
 @contextmanager

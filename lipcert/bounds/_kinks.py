@@ -101,9 +101,10 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
     weight, distance = torch.where(reaches, weight, 0.0)[:, used], distance[:, used].abs()  # 0 in place of −0
     most = most.expand(len(reaches), reaches.shape[1])[:, used]
     reached = at_most(weight * (most - distance).clamp_min(0)).sum(1)
-    # In units of powers of two near max w and ρ no square leaves float64's range, and the grid of λ is the same.
-    scale, unit = power_of_two(weight.amax(1)), power_of_two(rho)
-    weight, length = weight / scale[:, None], torch.where(rho.isfinite(), rho, 1.0) / unit
+    # In units of max w and of a power of two near ρ no square leaves float64's range, and the grid of λ is the same.
+    scale, unit = weight.amax(1), power_of_two(rho)
+    weight = torch.where(scale[:, None] > 0, weight / scale[:, None], 0.0)
+    length = torch.where(rho.isfinite(), rho, 1.0) / unit
     most = torch.minimum(most / unit[:, None], length[:, None])
     distance = (distance / unit[:, None]).clamp_max(2.0)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._global import Analysis
+from lipcert.bounds._scales import SMALLEST_SCALE
 from lipcert.bounds._value import COMPOSED, Dense
 from lipcert.numerics import l2_norm, times
 
@@ -86,12 +87,13 @@ def row_distances(weight: Tensor, y: int, composed: bool = False) -> Tensor:
 def margins(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The predicted classes, shape (N,), and the margins f_y − f_j, float64, shape (N, classes), with +inf for j = y.
 
-    NaN logits give NaN margins, which are never certified.
+    NaN logits give NaN margins, which are never certified. Smaller margins than 1e-60 count as 0, since what they may
+    lose by underflow is not bounded (:mod:`lipcert.bounds._scales`).
     """
     logits = logits.double()
     predicted = logits.argmax(dim=1)
     margin = logits.gather(1, predicted[:, None]) - logits
-    margin.scatter_(1, predicted[:, None], math.inf)
+    margin = torch.where(margin < SMALLEST_SCALE, 0.0, margin).scatter_(1, predicted[:, None], math.inf)
     return predicted, torch.where(torch.isnan(logits).any(1, keepdim=True), torch.nan, margin)
 
 

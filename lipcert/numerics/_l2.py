@@ -8,14 +8,14 @@ squares nor divides by a number that is kept away from 0 (tests/test_repository.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lipcert.numerics._slack import SMALLEST_NORMAL, at_most
 
-Axes = int | Sequence[int]
+Axes = int | tuple[int, ...]
 
 # Plain norms between these have all their squares in range: those that underflow are n numbers below 2⁻¹⁰²², relative
 # to a sum of at least 2⁻⁸⁰⁰, and none overflows.
@@ -36,7 +36,7 @@ def computed_l2_norm(tensor: Tensor, dim: Axes | None = None, keepdim: bool = Fa
     Returns:
         float64.
     """
-    axes = tuple(range(tensor.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    axes = tuple(range(tensor.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
     plain = torch.linalg.vector_norm(tensor, dim=axes, keepdim=keepdim, dtype=torch.float64)
     if not tensor.numel() or bool(((plain > _LOW) & (plain < _HIGH)).all()):
         return plain
@@ -87,7 +87,7 @@ def root_of_squares(product: Callable[[Tensor, Tensor], Tensor], first: Tensor, 
     small = squares < 2.0**-800
     if bool(small.any()):
         some = product((a != 0).to(a), (b != 0).to(b)) > 0.5
-        squares = torch.where(small, torch.where(some, 2.0**-800, 0.0), squares)
+        squares = squares.masked_fill(small, 0.0).masked_fill(small & some, 2.0**-800)
     return at_most(squares).sqrt() * p * q
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -192,10 +192,10 @@ def _convolution_rounding(
     def apply(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return function(value.flatten(0, 1), weight, bias, **geometry).unflatten(0, value.shape[:2])
 
-    def rows(weight: Tensor, order: int) -> Tensor:
+    def rows(weight: Tensor, norm: Callable[..., Tensor]) -> Tensor:
         if transposed:
             groups = int(geometry.get("groups", 1))
             weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
-        return weight.flatten(1).norm(order, dim=1).reshape(-1, *[1] * dims)
+        return norm(weight.flatten(1), 1).reshape(-1, *[1] * dims)
 
     return matrix_rounding(node, x, args["weight"], args.get("bias"), terms, apply, rows, fmt)

@@ -81,7 +81,7 @@ def matrix_rounding(
     bias: Tensor | None,
     terms: int,
     apply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    rows: Callable[[Tensor, int], Tensor],
+    rows: Callable[[Tensor, Callable[..., Tensor]], Tensor],
     fmt: Format,
 ) -> Tensor:
     """The error of Ŵx̂ + b̂ with sums of n terms: :meth:`Format.sum`, plus |Ŵ − W||x̂| + |b̂ − b| for the cast
@@ -102,10 +102,10 @@ def matrix_rounding(
     def sizes(weight: Tensor, bias: Tensor | None) -> Tensor:
         """|W||x̂| + |b|."""
         if fmt == REAL:
-            sums = rows(weight, 1)
+            sums = rows(weight, torch.sum)
             shift = 0.0 if bias is None else bias.reshape(-1, *[1] * (sums.dim() - 1))
             return at_most((sums * largest + shift).expand(len(x.nominal), *node.shape))
-        near = at_most(apply(x.size, weight, bias) + rows(weight, 2) * reach)
+        near = at_most(apply(x.size, weight, bias) + rows(weight, l2_norm) * reach)
         return torch.minimum(near, at_most(apply(x.most, weight, bias)))
 
     size = sizes(weight.abs(), None if bias is None else bias.abs())
@@ -114,7 +114,7 @@ def matrix_rounding(
     if fmt != REAL:
         product = apply(x.nominal, weight, None)
         result = product if bias is None else apply(x.nominal, weight, bias)
-        stored = torch.maximum(product.abs(), result.abs()) + rows(weight, 2) * reach + cast
+        stored = torch.maximum(product.abs(), result.abs()) + rows(weight, l2_norm) * reach + cast
     return fmt.safe(fmt.sum(size + cast, terms, stored) + cast, torch.maximum(size, largest))
 
 
@@ -132,7 +132,7 @@ def linear_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     args = constant_arguments(node)
     return matrix_rounding(
         node, operands[0], args["weight"], args.get("bias"), args["weight"].shape[-1], F.linear,
-        lambda weight, order: weight.norm(order, dim=-1), fmt,
+        lambda weight, norm: norm(weight, -1), fmt,
     )  # fmt: skip
 
 

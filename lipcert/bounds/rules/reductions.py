@@ -17,7 +17,7 @@ from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, 
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.graph import Node
-from lipcert.numerics import EXTRA, Format, Number, Upper, l2_norm
+from lipcert.numerics import EXTRA, Format, Number, Upper, l2_norm, over
 
 
 def _reduction(mean: bool) -> Any:
@@ -168,7 +168,7 @@ class Length(Remainder):
         self.length = per_image(result)
 
     def _curvature(self, rho: Tensor) -> Tensor:
-        return 0.5 / (self.length - rho[:, None]).clamp_min(0)
+        return over(0.5, self.length - rho[:, None])
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return torch.minimum(self._curvature(rho[0]).amax(1) * rho[0] ** 2, 2 * rho[0])

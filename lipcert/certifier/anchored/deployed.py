@@ -37,7 +37,7 @@ from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations,
 from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Ledger, verified_norms
-from lipcert.numerics import SAFETY, at_most
+from lipcert.numerics import SAFETY, at_most, computed_l2_norm
 from lipcert.roundoff import Format, Gains, Operand, error_norm, local_error, passes
 
 # The radii at which rounding errors are bounded, relative to the radius in real arithmetic.
@@ -266,7 +266,8 @@ class _Measuring(Rounding):
         """max|γ| divided by the smallest √(‖x_t − μ‖²/d + eps) over the tokens of an image, shape (N,)."""
         call = arguments(node)
         tokens = x.flatten(-len(call["normalized_shape"]))
-        variance = (tokens - tokens.mean(-1, keepdim=True)).square().mean(-1) + call.get("eps", 1e-5)
+        spread = computed_l2_norm(tokens - tokens.mean(-1, keepdim=True), -1)
+        variance = spread.square() / tokens.shape[-1] + call.get("eps", 1e-5)
         weight = call.get("weight")
         largest = 1.0 if weight is None else weight.detach().abs().max().item()
         return per_image(variance).amin(1).rsqrt() * largest * (1 + SAFETY)

@@ -102,7 +102,7 @@ class JacobianMatrix:
         """An upper bound on the Frobenius norm, shape (N or 1,)."""
         return l2_norm(self.entries.flatten(1), 1) * INFLATE
 
-    def norm(self) -> Tensor:
+    def spectral_norm(self) -> Tensor:
         """Upper bounds on the norms, shape (N or 1,); ∞ where entries are not finite."""
         images, blocks = self.entries.shape[:2]
         bounds = verified_norms(self.entries.flatten(0, 1), loose=_LOOSE).reshape(images, blocks)

@@ -219,7 +219,7 @@ class NormFinder:
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
             if written:
-                return at.written.factor(a, b).norm()
+                return at.written.factor(a, b).spectral_norm()
             return by.norm(a, b, values, draw, entry=at.written.entry(a, b) if draw else None)
 
         return self._once(("norm", a, b), self.network.affine_path(a, b), at.values, compute)
@@ -269,7 +269,7 @@ class NormFinder:
         by, b = self.jacobians, v.operands[form.operand]
         rows = rows_of(b, values, form)
         if by.writes(a, b):
-            norm = norms.written.factor(a, b).formed(form, b.shape).norm().expand(len(form.norm))
+            norm = norms.written.factor(a, b).formed(form, b.shape).spectral_norm().expand(len(form.norm))
             factor = written_error(a.entries, max(rows, b.entries))
         else:
             draw = self._draw(ledger, "norm", a, b, from_entries=by.writes_out(a, rows))

@@ -1,0 +1,75 @@
+"""Refuses networks whose numbers leave the range in which all bounds are proved.
+
+Squares and products of three numbers within 2^±200, about 1e±60, stay in float64's normal range, and what products of
+more of them lose by underflow is below 2⁻¹⁰²², far below a margin of such numbers. Every number of float32 lies inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipcert.bounds._value import Value
+from lipcert.errors import InputError
+from lipcert.graph import Graph, Node, run, tensors_in
+from lipcert.numerics import Upper
+
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-200, 2.0**200
+# These limit or mask values, and no bound is computed from them.
+_LIMITS = (torch.finfo(torch.float64).max, torch.finfo(torch.float64).tiny)
+
+
+@torch.no_grad()
+def check_scales(graph: Graph, values: Mapping[Node, Any], image: Tensor) -> None:
+    """Checks every constant, the largest entry of every value at an image, and that no Lipschitz constant is too small.
+
+    Masks may be infinite, and large constants are what deep networks have.
+
+    Args:
+        graph: the network.
+        values: its global analysis.
+        image: shape (1, C, H, W).
+
+    Raises:
+        InputError: one of them is not 0 and leaves the range; names the operation.
+    """
+    nominal = run(graph.nodes, {graph.input: image})
+    for node in graph.nodes:
+        for constant in _constants(node):
+            _check(constant, node, "a constant")
+        if isinstance(nominal[node], Tensor) and nominal[node].is_floating_point() and nominal[node].numel():
+            size = nominal[node].double().abs()
+            _check(torch.where(size < _LIMITS[0], size, 0.0).amax(), node, "a value")
+        value = values[node]
+        if isinstance(value, Value) and Upper(0) < value.lip < SMALLEST_SCALE:
+            raise InputError(_refusal(node, "a Lipschitz constant", value.lip.log10))
+
+
+def _constants(node: Node) -> Iterator[Tensor]:
+    module = [*node.function.parameters(), *node.function.buffers()] if isinstance(node.function, nn.Module) else []
+    for tensor in (*module, *tensors_in((node.args, dict(node.kwargs)))):
+        if tensor.dtype == torch.float64 and tensor.numel():
+            yield tensor
+    numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, float)]
+    if numbers:
+        yield torch.tensor(numbers, dtype=torch.float64)
+
+
+def _check(tensor: Tensor, node: Node, what: str) -> None:
+    size = tensor.detach().abs()
+    ignored = (size == 0) | ~size.isfinite() | (size == _LIMITS[0]) | (size == _LIMITS[1])
+    least, most = torch.where(ignored, 1.0, size).aminmax()
+    for number in (least.item(), most.item()):
+        if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+            raise InputError(_refusal(node, what, math.log10(number)))
+
+
+def _refusal(node: Node, what: str, log10: float) -> str:
+    return (
+        f"{node.name} at {node.path or 'the model'} has {what} of about 1e{log10:.0f}; "
+        "bounds are proved for numbers between 1e-60 and 1e60, so scale the weights"
+    )
