@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -137,8 +138,32 @@ class Commands(typer.core.TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+# Options whose value may be several arguments, as timm's scripts take them, and that may be repeated.
+_PAIRS = ("--model-args", "--model-kwargs")
+
+
+def _joined(args: Sequence[str]) -> list[str]:
+    """Arguments with all KEY=VALUE pairs after the options ``_PAIRS`` in one text."""
+    pairs: list[str] = []
+    others: list[str] = []
+    rest = list(args)
+    while rest and rest[0] != "--":
+        one = rest.pop(0)
+        option, equals, value = one.partition("=")
+        if option not in _PAIRS or not (equals or rest):
+            others.append(one)
+            continue
+        pairs.append(value if equals else rest.pop(0))
+        while rest and re.match(r"[A-Za-z_]\w*=", rest[0]):
+            pairs.append(rest.pop(0))
+    return [*([_PAIRS[0], " ".join(pairs)] if pairs else []), *others, *rest]
+
+
 class _Command(typer.core.TyperCommand):
     """A command whose help shows options under headings."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        return super().parse_args(ctx, _joined(args))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}

@@ -40,7 +40,9 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
         if key in _NO_MODEL_ARGS:
             raise InputError(f"--model-args is for arguments of the timm model, and {key} is none of them")
         try:
-            arguments[key] = ast.literal_eval(value)
+            read = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            arguments[key] = value
+            read = value
+        if arguments.setdefault(key, read) != read:
+            raise InputError(f"--model-args gives {key} twice, {arguments[key]!r} and {read!r}")
     return arguments

@@ -24,6 +24,7 @@ import lipcert
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
 from lipcert.cli import _inspect, _parse, _print, app
+from lipcert.cli._commands import _joined
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.loading import load
@@ -534,6 +535,7 @@ def test_models_that_cannot_be_had(artifact, command):
     assert "--checkpoint" in refused(*command, "model.safetensors", "--checkpoint", "damaged.pth")
     assert "num_classes" in refused(*command, "model.safetensors", "--model-args", "num_classes=3")
     assert "KEY=VALUE" in refused(*command, "test_vit", "--model-args", "banana")
+    assert "num_classes twice" in refused(*command, "test_vit", "--model-args", "num_classes=3", "num_classes=4")
     assert "damaged.pth" in refused(*command, "test_vit", "--checkpoint", "damaged.pth")
 
 
@@ -691,3 +693,14 @@ def test_models_and_rules_of_your_own(tmp_path, monkeypatch):
     failed = run("--import", "my_zo", "inspect", "my_net", code=2).output
     assert "--import my_zo failed with ModuleNotFoundError" in failed
     assert len(failed.strip().splitlines()) == 1
+
+
+@given(pairs=st.lists(st.sampled_from(["abc=1", "d_e=(2,3)", "f=x"]), min_size=1, unique=True), data=st.data())
+def test_pairs_of_model_args_are_one_option_however_they_are_written(pairs, data):
+    args, expected = [], ["m.safetensors", "--data", "x=1"]
+    for i, pair in enumerate(pairs):
+        option = data.draw(st.sampled_from(("--model-args", "--model-kwargs")))
+        alone = i == 0 or data.draw(st.booleans())
+        args += [f"{option}={pair}"] if alone and data.draw(st.booleans()) else [option, pair] if alone else [pair]
+    typed = [*expected, *args] if data.draw(st.booleans()) else [*args, *expected]
+    assert _joined(typed) == ["--model-args", " ".join(pairs), *expected]

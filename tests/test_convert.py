@@ -523,3 +523,17 @@ def test_activations_that_cannot_be_replaced_are_said() -> None:
     assert isinstance(model.net[1], nn.ReLU)
     with pytest.raises(InputError, match="activation must be"):
         lipcert.convert(model, activation="swish")
+
+
+def test_relu_as_a_function_stays_and_it_is_said() -> None:
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.act, self.b = nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.b(torch.relu(self.act(self.act(self.a(x)))).mean((2, 3)))
+
+    model = lipcert.load(Both(), mean=0.5, std=0.5, input_size=(3, 8, 8))
+    with pytest.warns(UserWarning, match="^1 calls of relu as a function stay"):
+        lipcert.convert(model, activation="clipped-relu", attention="keep")

@@ -14,11 +14,12 @@ import timm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from timm.utils.misc import natural_key
 from torch import nn
 
 import lipcert
 from lipcert.errors import InputError
-from lipcert.inputs.classes import other_order
+from lipcert.inputs.classes import natural, other_order
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import load
 from lipcert.training import Batches
@@ -338,6 +339,12 @@ def test_the_classes_of_training_are_those_of_the_model_and_of_its_file(tmp_path
     others = open_images(write(tmp_path / "others", "x/1.png", "y/1.png", "z/1.png"), again, purpose="train")
     assert others.class_names == {0: "x", 1: "y", 2: "z"}
     assert any("were a, b, c" in note for note in others.notes)
+
+
+@settings(max_examples=200, deadline=None)
+@given(names=st.lists(st.text("aAb_.é 01290", min_size=1), max_size=8))
+def test_natural_order_is_that_of_timm(names):
+    assert natural(names) == sorted(sorted(names), key=natural_key)
 
 
 @pytest.mark.parametrize("classes", [2, 4, 10])

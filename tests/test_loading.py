@@ -5,6 +5,8 @@ import http.server
 import json
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import torch
 from huggingface_hub import constants as hub_constants
 from torch import nn
 from torch.nn.utils import parametrize
+from torchvision import transforms
+from torchvision.transforms import v2
 
 import lipcert
 from lipcert.errors import InputError, LipcertError, LoadError
@@ -424,3 +428,41 @@ def test_weights_that_every_call_computes_anew_can_be_frozen():
     assert torch.allclose(net[1].weight, model.net[1].weight, atol=0.1)
     assert net[1].weight.requires_grad
     fails(InputError, "freeze", "True or False", source=net, freeze="true", **pixels)
+
+
+def test_modules_as_people_have_them():
+    """What is left on, not filled, or in front: understood, or refused by name in one line."""
+    size, pixels = (3, 32, 32), torch.rand(2, 3, 32, 32)
+    torch.manual_seed(0)
+    net = timm.create_model("test_vit", img_size=32, num_classes=3).eval()
+    given = {"mean": (0,) * 3, "std": (1,) * 3, "input_size": size}
+    for normalize in (transforms.Normalize, v2.Normalize):
+        front = normalize((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
+        model = load(nn.Sequential(front, net), input_size=size)
+        torch.testing.assert_close(model(pixels), net(front(pixels)))
+        assert torch.isfinite(lipcert.certify(model, pixels, eps=1e-6, method="gloro").radius).all()
+        with pytest.raises(InputError, match="0.0 is torchvision's Normalize; remove it"):
+            load(nn.Sequential(nn.Sequential(front, net)), **given)
+    net.set_grad_checkpointing()
+    assert torch.isfinite(lipcert.certify(net, pixels, eps=1e-6, method="gloro").radius).all()
+
+    class Output(nn.Module):
+        def forward(self, x):
+            return {"logits": x.mean((2, 3))}
+
+    with torch.device("meta"):
+        meta = timm.create_model("test_vit", img_size=32, num_classes=3)
+    lazy = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+    for module, says in ((Output(), "returns a dict"), (meta, "off the device meta"), (lazy, "call the module once")):
+        with pytest.raises(InputError, match=says):
+            load(module, **given)
+    for source in (net.state_dict(), {"state_dict": net.state_dict()}, [net], b"x"):
+        with pytest.raises(InputError) as caught:
+            load(source)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("first", ["lipcert", "timm"])
+def test_architectures_are_registered_with_timm(first):
+    code = f"import {first}; import lipcert, timm; timm.create_model('liresnet_l6w64', num_classes=3)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0

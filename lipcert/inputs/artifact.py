@@ -330,6 +330,13 @@ def check_rebuilds(model: Model) -> None:
             return
     net = create_net(model.source["name"], pretrained=False, arguments=arguments)
     _repeat_surgery(net, model.recipe)
+    kinds = dict(net.named_modules())
+    for path, part in model.net.named_modules() if model.presumed else ():
+        if path in kinds and type(part) is not type(kinds[path]):
+            raise InputError(
+                f"{path or 'the network'} is a {type(part).__name__}, timm builds a {type(kinds[path]).__name__}, and "
+                f"no file rebuilds it; build {model.source['name']} anew, load_state_dict(..., strict=False), save it"
+            )
     if model.presumed and _structure(net) != _structure(model.net):
         raise InputError(
             f"the module is not what timm builds for {model.source['name']} with the arguments that it shows, so a "

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from timm.data import ImageNetInfo, infer_imagenet_subset
-from timm.utils.misc import natural_key
 
 from lipcert.errors import InputError, shortened
 
 _FILE_COLUMNS = ("filename", "file_name", "file", "path", "image", "image_id", "img", "id", "name")
 _LABEL_COLUMNS = ("label", "labels", "class_id", "class", "target", "category")
 _SHOWN = 4
+_DIGITS = re.compile("[0-9]+")
 _WNID = re.compile(r"n\d{8}")
 
 
@@ -78,8 +78,13 @@ def are_wordnet_ids(names: Sequence[str]) -> bool:
 
 
 def natural(names: Sequence[str]) -> list[str]:
-    """Names in timm's order, in which 2 comes before 10."""
-    return sorted(names, key=lambda name: (natural_key(name), name))
+    """Names in timm's order, in which 2 comes before 10: that of its ``natural_key``, in a fraction of the time."""
+
+    def number(digits: re.Match[str]) -> str:
+        significant = digits[0].lstrip("0")
+        return f"\0{len(significant):03}{significant}\0"  # longer numbers are larger; no name holds \0
+
+    return sorted(sorted(names), key=lambda name: _DIGITS.sub(number, name.lower()))
 
 
 def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int) -> dict[str, int]:

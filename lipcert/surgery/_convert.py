@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lipcert.errors import ConvertError, InputError
 from lipcert.model import Model, checked, outside_inference_mode
@@ -99,7 +101,13 @@ def convert(
     edits, kept = plan(model.net, attention=attention, norm=norm, activation=activation)
     if activation != "keep" and not any(isinstance(edit.new, tuple(ACTIVATIONS.values())) for edit in edits):
         raise ConvertError("the network has no ReLU module, so there is nothing for activation to replace")
-    before = _logits(model, images)
+    with _Functional(model.net) as functional:
+        before = _logits(model, images)
+    if activation != "keep" and functional.calls > 0:
+        warnings.warn(
+            f"{functional.calls} calls of relu as a function stay: activation replaces modules; make them nn.ReLU",
+            stacklevel=2,
+        )
     parameters = _count(model)
     applied: list[Edit] = []
     swapped: list[Swapped] = []
@@ -131,6 +139,27 @@ def convert(
     where = {"data": "random", "seed": 0} if random else dict(origin or {})
     model.recipe.append({**step, **where, "images": len(images)})
     return model
+
+
+class _Functional(TorchFunctionMode):
+    """Counts the calls of relu in a run of a network, without those of ``nn.ReLU``."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.calls = 0
+        self.hooks = [part.register_forward_hook(self._called) for part in net.modules() if type(part) is nn.ReLU]
+
+    def _called(self, *_: Any) -> None:
+        self.calls -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += getattr(func, "__name__", "") in ("relu", "relu_")
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for hook in self.hooks:
+            hook.remove()
 
 
 def _calibrate(model: Model, edits: list[Edit], images: Tensor, norm: Norm) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lipcert.bounds import check_weights
 from lipcert.certifier.anchored import cut_of
 from lipcert.denoisers import Denoised
-from lipcert.errors import InputError
+from lipcert.errors import InputError, LipcertError
 from lipcert.inputs.artifact import check_rebuilds, weights_hash
 from lipcert.inputs.batches import batches
 from lipcert.inputs.classes import names_of
@@ -55,6 +55,7 @@ from lipcert.training._recipe import settings_for
 
 _WEIGHT_DECAY = 1e-4
 _CLIP = 3.0
+_DIVERGED = 1e10  # no weight of a network that learns is as large
 _COOLING = 0.8  # the fraction of a run during which the temperature changes
 _TIMES_MARGIN = (8.0, 2.0)  # the temperature auto over the median margin, at first and at last
 _MEMORY = 0.99  # decay of the moving average of median margins
@@ -387,7 +388,9 @@ class _Run:
             raise self._diverged("a weight is not finite")
         self.batches, self.sums = batches, _Sums(0.0, 0, 0, 0)
         self.finished += 1
-        bound, estimate = (self.bound.certify(), self.bound.features.item()) if self.bound else (None, None)
+        bound, estimate = (
+            (self._within_bounds(self.bound.certify), self.bound.features.item()) if self.bound else (None, None)
+        )
         seconds = time.perf_counter() - started
         accuracy = right / images
         epochs = self.asked.epochs
@@ -417,7 +420,9 @@ class _Run:
         with self.processes.together(), twice_differentiable():
             batches = list(islice(source, self.asked.accumulate))
             if self.bound is not None:
-                self.bound.step()  # even without images, so that all processes have the same estimates
+                self._within_bounds(
+                    self.bound.step
+                )  # even without images, so that all processes have the same estimates
             total = sum(len(labels) for _, labels in batches)
             for images, labels in batches:
                 batch = self._backward(images, labels, eps, len(labels) / max(total, 1))
@@ -535,6 +540,15 @@ class _Run:
         if images.shape[2:] != size:
             images = F.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
         return self._logits_of(teacher, images.to(teacher.device, teacher.dtype)).to(images.device)
+
+    def _within_bounds(self, function: Callable[[], Any]) -> Any:
+        """The result of a function of the bound, which fails in many ways for weights that have diverged."""
+        try:
+            return function()
+        except LipcertError as error:
+            if all(bool(p.abs().amax() < _DIVERGED) for p in self.parameters if p.numel()):
+                raise
+            raise self._diverged("the weights have left all bounds") from error
 
     def _diverged(self, what: str) -> InputError:
         return InputError(
