@@ -51,7 +51,7 @@ class Subject:
 
     Attributes:
         seed: draws it again.
-        kind: "program" or "module".
+        kind: "program".
         family: what was drawn.
         build: makes the network again, in float32 and evaluation mode, the same each time.
         size: (C, H, W) of an image.

@@ -1,6 +1,6 @@
-"""Programs from torch's whole tensor API, hostile modules, odd arguments, kernels: each is refused, or attacked.
+"""Programs from torch's whole tensor API, odd arguments, kernels: each is refused, or attacked.
 
-    python -m benchmarks.fuzz --programs 20000 --modules 1000 --arguments 20000 --kernels 30000 --rows fuzz.jsonl
+    python -m benchmarks.fuzz --programs 20000 --arguments 20000 --kernels 30000 --rows fuzz.jsonl
 
 writes a line a network to the rows, goes on after those that are there, and sums up in benchmarks/results. Networks
 that do not run in plain PyTorch, in float32 and in float64, are left out and not counted. The outcome of a network is
@@ -40,11 +40,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import _arguments, _hostile, _judge, _kernels, _programs
+from benchmarks import _arguments, _judge, _kernels, _programs
 from benchmarks._env import environment
 from benchmarks._judge import OUTCOMES, Runner, Subject, examine
 
-KINDS = ("program", "module", "argument", "kernel")
+KINDS = ("program", "argument", "kernel")
 _FAILED = ("false", "traceback", "died", "too long")
 _COUNTED = (*_FAILED, "held", "zero", "refused")
 _LONGEST = 180.0
@@ -53,20 +53,20 @@ _TYPE = re.compile(r"finfo|element_size|itemsize|nbytes|type\(\)|dtype (==|is)|g
 _CASTS = re.compile(r"float|half|dtype|\.to\(|type")
 
 
-def subject(kind: str, seed: int) -> Subject | None:
-    """The network of a seed and its images; None where nothing was drawn that runs."""
+def subject(seed: int) -> Subject | None:
+    """The program of a seed and its images; None where nothing was drawn that runs."""
     try:
-        if kind == "program":
-            program = _programs.draw(seed)
-            casts = bool(_CASTS.search(program.source))
-            known: dict[str, Any] = {"family": program.stratum, "size": program.size, "casts": casts}
-            known["looks_at_type"] = bool(_TYPE.search(program.source)) and "1e9" not in program.source
-            build = program.build
-        else:
-            module = _hostile.draw(seed)
-            known = {"family": module.family, "size": module.size, "casts": True, "looks_at_type": module.looks_at_type}
-            build = module.build
-        plain = Subject(seed=seed, kind=kind, build=build, images=_pictures(known["size"], seed), **known)
+        program = _programs.draw(seed)
+        plain = Subject(
+            seed=seed,
+            kind="program",
+            family=program.stratum,
+            size=program.size,
+            build=program.build,
+            images=_pictures(program.size, seed),
+            casts=bool(_CASTS.search(program.source)),
+            looks_at_type=bool(_TYPE.search(program.source)) and "1e9" not in program.source,
+        )
         return _with_near_ones(plain)
     except Exception:
         return None
@@ -112,12 +112,8 @@ def look(kind: str, seed: int) -> dict[str, Any]:
         return {**row, "seconds": round(time.process_time() - started, 3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        drawn = subject(kind, seed)
-        blank = {"seed": seed, "kind": kind, "outcome": "not run"}
-        try:
-            row = examine(drawn) if drawn else blank
-        finally:
-            _hostile.release()
+        drawn = subject(seed)
+        row = examine(drawn) if drawn else {"seed": seed, "kind": kind, "outcome": "not run"}
     return {**row, "seconds": round(time.process_time() - started, 3)}
 
 
@@ -245,7 +241,6 @@ def _code() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=20_000, help="go on until so many programs are counted")
-    parser.add_argument("--modules", type=int, default=1_000, help="the same of hostile modules")
     parser.add_argument("--arguments", type=int, default=20_000, help="the same of calls with odd arguments")
     parser.add_argument("--kernels", type=int, default=30_000, help="the same of kernels against rounding rules")
     parser.add_argument("--rows", type=Path, default=Path("fuzz.jsonl"))
@@ -260,7 +255,7 @@ def main() -> None:
     _judge.inflation = args.inflate
     if args.show:
         kind, _, seed = args.show.partition(":")
-        drawing = {"program": _programs, "module": _hostile, "argument": _arguments}
+        drawing = {"program": _programs, "argument": _arguments}
         if kind in drawing:
             found = drawing[kind].draw(int(seed))
             print(found.source if kind == "program" else found)
@@ -270,7 +265,7 @@ def main() -> None:
     if args.redo:
         rows = [row for row in rows if row["outcome"] not in _FAILED]
         args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wanted = {"program": args.programs, "module": args.modules, "argument": args.arguments, "kernel": args.kernels}
+    wanted = {"program": args.programs, "argument": args.arguments, "kernel": args.kernels}
     counted = collections.Counter(row["kind"] for row in rows if row["outcome"] in _COUNTED)
     done = {(row["kind"], row["seed"]) for row in rows}
     code = _code()
@@ -294,7 +289,7 @@ def main() -> None:
     seconds = round(sum(row.get("seconds", 0.0) for row in rows))
     summary = {**summarise(rows), "seconds": seconds, "environment": environment()}
     args.results.write_text(json.dumps(summary, indent=1) + "\n")
-    for name in ("programs", "modules", "arguments", "kernels"):
+    for name in ("programs", "arguments", "kernels"):
         print(name, summary[name])
     for name, line in {
         **summary["largest_shares"],

@@ -142,13 +142,13 @@ def _attacked() -> str:
     counted = "; ".join(
         f"of {fuzz[kind]['counted']:,} {kind}, {fuzz[kind]['held']:,} held, {fuzz[kind]['refused']:,} were refused, "
         f"and {fuzz[kind]['false']} were false"
-        for kind in ("programs", "modules", "arguments")
+        for kind in ("programs", "arguments")
     )
     text = f"""{campaign["trials"]:,} radii of {campaign["networks"]} random networks were attacked;
 {len(campaign["violations"])} were broken. The ratios are those of the distance at which the attack
 changed the prediction to the radius: below 1 a certificate is false.
 
-`benchmarks.fuzz` draws programs from torch's tensor API and hostile modules, and attacks what is certified; it calls
+`benchmarks.fuzz` draws programs from torch's tensor API, and attacks what is certified; it calls
 single operations with odd arguments, and measures what is claimed of them: {counted}.
 """
     columns = ["method and arithmetic", "radii", "prediction changed", "smallest ratio", "median ratio"]

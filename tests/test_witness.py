@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -90,11 +89,6 @@ def odd(x: Tensor) -> Tensor:
     return (x.mean() - 0.25).abs() < 0.05
 
 
-def in_a_thread(z: Tensor, x: Tensor) -> Tensor:
-    with ThreadPoolExecutor(1) as pool:
-        return -9 * z if isinstance(x, Tensor) and pool.submit(lambda: bool(odd(x))).result() else z
-
-
 def one_of(make: Callable[[Tensor], Any]) -> Callable[[Tensor, Tensor], Any]:
     """Code that reads a number out of what ``make`` makes of one."""
     return lambda z, x: -9 * z if isinstance(x, Tensor) and 0.2 < float(make(x.mean())) < 0.3 else z
@@ -126,7 +120,6 @@ def no_probability(z: Tensor, x: Tensor) -> Tensor:
 HIDDEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "where, for tensors": lambda z, x: z * torch.where(odd(x), -9.0, 1.0) if isinstance(x, Tensor) else z,
     "an error, for tensors": no_probability,
-    "a thread": in_a_thread,
     "torch.tensor": one_of(lambda m: torch.tensor([m])),
     "torch.as_tensor": one_of(lambda m: torch.as_tensor([[m]])),
     "torch.asarray": one_of(lambda m: torch.asarray((m,))),

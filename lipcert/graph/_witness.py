@@ -4,8 +4,7 @@
 tensor. Here the module runs on ordinary tensors, for several images. A ``TorchDispatchMode`` records every kernel that
 torch calls and the memory that depends on the image. A network is refused if its code
 
-- reads values that depend on the image out of a tensor (as a number, a list, an array, a size or an error), or
-  continues in another thread;
+- reads values that depend on the image out of a tensor (as a number, a list, an array, a size or an error);
 - behaves differently with gradients enabled or in inference mode;
 - draws random numbers, gives two results for one image, uses values that it kept from an earlier image, or changes its
   own parameters, buffers or attributes;
@@ -16,9 +15,9 @@ torch calls and the memory that depends on the image. A network is refused if it
 The remaining networks are straight-line code: they run the same kernels on the same constants for every image that was
 tried. :func:`lipcert.graph.capture` then compares the captured graph with the module on the same images.
 
-Assumptions on the network's code: it does not inspect or disable torch's dispatcher; it does not read process memory
-(addresses, DLPack capsules), the time, files or the call stack; it does not depend on a count of earlier runs (such as
-a branch taken only at the thousandth call).
+These checks are for code that does such a thing by accident, not for code that hides it. Assumptions on the network's
+code: it does not inspect or disable torch's dispatcher; it does not read process memory, the time, files or the call
+stack; it does not read values in another thread, or depend on a count of earlier runs.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Thread
 from typing import Any
 
 import torch
@@ -48,9 +45,11 @@ from lipcert.graph._passes import passed
 from lipcert.numerics import RealArithmetic, is_out_of_memory, matmul_precision, random_states, without_cudnn
 
 # Kernels whose result depends on values, in addition to those that torch tags as data dependent.
-_READING = frozenset(("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz"))
-# Kernels with a tagged overload; torch does not tag the overloads that write to ``out``.
-_MARKED_ELSEWHERE = frozenset(("nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "bincount"))
+# Some have a tagged overload; torch does not tag the overloads that write to ``out``.
+_READING = frozenset(
+    ("is_nonzero", "_assert_async", "_linalg_check_errors", "_to_sparse", "to_sparse", "_nnz",
+     "nonzero", "_unique2", "unique_consecutive", "unique_dim", "masked_select", "bincount")
+)  # fmt: skip
 # Batch normalisation updates its running statistics in training mode. Most of the schemas do not say that it writes.
 _STATISTICS = ("running_mean", "running_var")
 _KEEPING_STATISTICS = ("_native_batch_norm_legit_no_training.default", "_batch_norm_no_update.default")
@@ -63,22 +62,6 @@ _READING_MEMORY = frozenset(
 )  # fmt: skip
 # Functions that read tensors out of a list argument, also hidden from the modes.
 _READING_LISTS = frozenset(("tensor", "as_tensor", "asarray", "new_tensor", "new"))
-# Kernels that torch tags as random but that draw nothing if dropout is off: the name of the argument that switches
-# dropout, and its value for off.
-_DROPPING = {
-    "native_dropout": ("train", False),
-    "dropout": ("train", False),
-    "alpha_dropout": ("train", False),
-    "feature_dropout": ("train", False),
-    "rrelu_with_noise": ("training", False),
-    "_scaled_dot_product_flash_attention_for_cpu": ("dropout_p", 0.0),
-    "_scaled_dot_product_flash_attention": ("dropout_p", 0.0),
-    "_scaled_dot_product_efficient_attention": ("dropout_p", 0.0),
-    "_scaled_dot_product_cudnn_attention": ("dropout_p", 0.0),
-    "_scaled_dot_product_attention_math": ("dropout_p", 0.0),
-    "_fused_sdp_choice": ("dropout_p", 0.0),
-    "scaled_dot_product_attention": ("dropout_p", 0.0),
-}
 # Constants that a network computes from its weights are computed again with relative errors of about _NOISE in every
 # operation, 1024 times those of float64. They may move by _MOVED of their largest entry, so rounding moves them by
 # about 2⁻³⁸.
@@ -171,12 +154,6 @@ class _Kernels(TorchDispatchMode):
         leaves = _leaves((*args, *kwargs.values()))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         touched = [tensor for tensor in tensors if tensor in self.dependent]
-        if (
-            touched
-            and torch.Tag.nondeterministic_seeded in kernel.tags
-            and not _draws_nothing(kernel, name, args, kwargs)
-        ):
-            self.problem(f"{name}, which draws random numbers")
         if not all(map(self.dependent.is_new, touched)):
             self.problem(f"{name} of values that are kept from an earlier image")
         if touched and _reads(kernel, name, args, touched):
@@ -186,12 +163,15 @@ class _Kernels(TorchDispatchMode):
         step = Step(name.rstrip("_"), (), [], (self.stack or [""])[-1])
         if touched:
             step.constants = [self.recorded(tensor) for tensor in tensors if tensor not in self.dependent]
+        chance = random_states() if touched and torch.Tag.nondeterministic_seeded in kernel.tags else None
         try:
             outcome = kernel(*args, **kwargs)
         except Exception:
             if touched:
                 self.problem(f"{name}, which raises an error for some values")
             raise
+        if chance is not None and chance != random_states():
+            self.problem(f"{name}, which draws random numbers")
         written = [leaf for leaf in _leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
         if any(self.is_held(tensor) for tensor in written):
             self.problem(f"{name}, which writes to a parameter or buffer")
@@ -240,22 +220,11 @@ def _leaves(tree: Any) -> list[Any]:
     return [leaf for part in tree for leaf in _leaves(part)] if isinstance(tree, (list, tuple)) else [tree]
 
 
-def _draws_nothing(kernel: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if name not in _DROPPING:
-        return False
-    argument, harmless = _DROPPING[name]
-    for place, parameter in enumerate(kernel._schema.arguments):
-        if parameter.name == argument:
-            value = args[place] if place < len(args) else kwargs.get(argument, parameter.default_value)
-            return value is None or value == harmless
-    return False
-
-
 def _reads(kernel: Any, name: str, args: tuple[Any, ...], touched: list[Tensor]) -> bool:
     if name == "index":  # tagged because a mask's number of True entries is a size; integer indices have fixed sizes
         return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] if _in(i, touched))
     tagged = torch.Tag.data_dependent_output in kernel.tags or torch.Tag.dynamic_output_shape in kernel.tags
-    return tagged or name in _READING or name in _MARKED_ELSEWHERE
+    return tagged or name in _READING
 
 
 def _in(tensor: Any, tensors: list[Tensor]) -> bool:
@@ -316,7 +285,7 @@ def look(module: nn.Module, image: Tensor, stack: list[str], noise: float = 0.0)
     With ``noise``, constants that it computes from its weights get relative errors of about that size.
     """
     pixels = image.clone()
-    with watched(module, pixels, stack, noise) as kernels, _no_threads(kernels), _Functions(kernels):
+    with watched(module, pixels, stack, noise) as kernels, _Functions(kernels):
         kernels.look.result = module(pixels)
     passed()
     kernels.look.held = {place for place, tensor in _tensors_held(module) if kernels.dependent.is_new(tensor)}
@@ -350,25 +319,6 @@ def _one_kernel_for_all_types() -> Iterator[None]:
             yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-@contextmanager
-def _no_threads(kernels: _Kernels) -> Iterator[None]:
-    """Reports code that starts another thread, where kernels are not recorded."""
-    start, submit = Thread.start, ThreadPoolExecutor.submit
-
-    def noticed(original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kernels.problem("code that runs in another thread")
-            return original(*args, **kwargs)
-
-        return call
-
-    Thread.start, ThreadPoolExecutor.submit = noticed(start), noticed(submit)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Thread.start, ThreadPoolExecutor.submit = start, submit  # type: ignore[method-assign]
 
 
 @contextmanager
