@@ -202,7 +202,7 @@ def _images(shape: tuple[int, ...], batch: int, pattern: str, scale: float, r: r
 
 
 def _arranged(x: Tensor, layout: str) -> Tensor:
-    """The same numbers in another order in memory."""
+    """The tensor with its numbers in another order in memory."""
     if layout == "channels_last" and x.dim() in (4, 5):
         return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     if layout == "turned" and x.dim() > 2:

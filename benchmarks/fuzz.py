@@ -82,7 +82,7 @@ def _pictures(size: tuple[int, int, int], seed: int) -> Tensor:
 
 
 def _with_near_ones(plain: Subject) -> Subject:
-    """The same with a second image that is near where the prediction changes, if such a place is found."""
+    """Replaces the second image by one near where the prediction changes, if such a place is found."""
     runner = Runner(plain, "real")
     generator = torch.Generator().manual_seed(plain.seed + 1)
     count = 24 if runner.together else 4

@@ -38,7 +38,7 @@ def radii(seed: int, count: int) -> dict[str, list[str]]:
 
 
 def large(number: int) -> dict[str, list[str]]:
-    """The same for a ViT of three blocks with projections of radius 1; the last has a convolutional stem."""
+    """Radii of a ViT of three blocks with projections of radius 1; the last has a convolutional stem."""
     torch.manual_seed(number)
     net = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=128, depth=3, num_heads=4, num_classes=10,

@@ -111,7 +111,7 @@ def verdict(bound: "Bound") -> str:
 
 
 def _record(bound: "Bound", worst: "list[LayerBound]", parameters: int) -> dict[str, Any]:
-    """The same as values for JSON; None for infinite numbers."""
+    """The bound as values for JSON; None for infinite numbers."""
 
     def finite(value: float) -> float | None:
         return value if math.isfinite(value) else None

@@ -247,7 +247,7 @@ class Nominal:
     errors: dict[Node, Tensor]
 
     def select(self, index: Tensor) -> Nominal:
-        """The same for the indexed images."""
+        """The values and errors of the indexed images."""
         return Nominal({n: v[index] for n, v in self.values.items()}, {n: e[index] for n, e in self.errors.items()})
 
 

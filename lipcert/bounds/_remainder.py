@@ -168,7 +168,7 @@ class Form:
         return self.function is torch.mul and self.tensors[0].shape[1:] == shape
 
     def only(self, index: Tensor | slice) -> Form:
-        """The same for the images with the given indices."""
+        """The form at the images with the given indices."""
         tensors = tuple(tensor[index] for tensor in self.tensors)
         return Form(self.function, tensors, self.norm[index], self.size[index], self.operand)
 

@@ -26,7 +26,7 @@ class Ellipsoid:
     radius: float
 
     def to(self, dtype: torch.dtype) -> Ellipsoid:
-        """The same with its matrices in this dtype."""
+        """A copy with its matrices in this dtype."""
         basis = None if self.basis is None else self.basis.to(dtype)
         return Ellipsoid(self.centre.to(dtype), self.eigenvalues.to(dtype), basis, self.radius)
 

@@ -421,7 +421,7 @@ def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, .
 
 
 def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same operation on a copy of its first argument, so that a replay can run repeatedly."""
+    """Wraps an in-place operation to run on a copy of its first argument, so that a replay can run repeatedly."""
 
     def replayed(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         copy = first.clone()

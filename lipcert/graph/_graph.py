@@ -176,7 +176,7 @@ class Graph:
         return output
 
     def flat(self) -> Graph:
-        """The same graph, with every module that was kept whole replaced by its inner operations."""
+        """A copy of the graph in which the inner operations replace every module that was kept whole."""
         stands_for: dict[Node, Node] = {}
         nodes: list[Node] = []
 

@@ -126,7 +126,7 @@ def placed(
     kwargs: dict[str, Any],
     operand: Callable[[Any], bool],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call with its arguments by place, as far as they follow each other without a gap.
+    """Passes a call's arguments by place, as far as they follow each other without a gap.
 
     ``torch.div(other=y, input=x)`` becomes ``torch.div(x, y)``. Arguments after a gap keep their names, in the order of
     the signature. So operands are in the same order however a network names them. Of functions and modules that are not

@@ -40,7 +40,7 @@ def segment(graph: Graph, first: Node, last: Node) -> Graph:
 
 
 def explicit_attention(graph: Graph, device: torch.device | None = None) -> Graph:
-    """The same network with fused attention replaced by matrix products and a softmax.
+    """Replaces fused attention by matrix products and a softmax.
 
     ``device`` is the device of the network, for causal masks; the CPU by default.
     """
@@ -55,7 +55,7 @@ def explicit_attention(graph: Graph, device: torch.device | None = None) -> Grap
 
 
 def explicit_maxima(graph: Graph) -> Graph:
-    """The same network, over the real numbers, with max(a, b) = b + relu(a − b) and min(a, b) = a − relu(a − b).
+    """Replaces max(a, b) by b + relu(a − b) and min(a, b) by a − relu(a − b), over the real numbers.
 
     Operations on the same two values share the relu, also where a network has such a relu itself, so that their
     remainders are not counted one by one.

@@ -117,5 +117,5 @@ def liresnet_vit_dot(pretrained: bool = False, **kwargs: Any) -> VisionTransform
 
 @register_model
 def liresnet_vit_l2(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """The same with L2 attention."""
+    """4 residual blocks of 64 channels, then 2 blocks of L2 attention on 16 tokens of width 128."""
     return build(Hybrid, "liresnet_vit_l2", pretrained, kwargs, attention="l2", **_SIZES, **_COMMON)

@@ -86,7 +86,7 @@ class Bound:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same for notebooks, with a table of the gains."""
+        """The bound for notebooks, with a table of the gains."""
         rows = "".join(
             f"<tr><td>{escape(layer.path)}</td><td>{escape(layer.operation)}</td><td>10^{layer.log10_gain:.3f}</td></tr>"
             for layer in self.layers

@@ -54,7 +54,7 @@ def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def spelled_out(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FunctionCall:
-    """The same call, with every cast written as ``x.to`` with an explicit type."""
+    """Writes every cast in a call as ``x.to`` with an explicit type."""
     if function in _NAMED_AFTER_TYPES:
         return Tensor.to, (*args, _NAMED_AFTER_TYPES[function]), kwargs
     if function is Tensor.type_as or function is Tensor.to:

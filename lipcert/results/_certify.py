@@ -110,7 +110,7 @@ class Result(_Viewable):
 
 @dataclass(frozen=True, repr=False)
 class SmoothedResult(_Viewable, SmoothedCertificates):
-    """The same for :class:`lipcert.smoothing.SmoothedCertificates`."""
+    """:class:`lipcert.smoothing.SmoothedCertificates` with a view."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _numpy_words(key: tuple[int, int], first: int, count: int, device: torch.dev
 
 
 def _words(key: tuple[int, int], first: int, count: int, device: torch.device) -> Tensor:
-    """The same on any device, for counters below 2⁶³. Products of int64 are those of the bits modulo 2⁶⁴."""
+    """The words of Philox on any device, for counters below 2⁶³. Products of int64 are those of the bits modulo 2⁶⁴."""
     zero = torch.zeros((), dtype=torch.int64, device=device)
     a, b, c, d = torch.arange(first + 1, first + 1 + count, device=device), zero, zero, zero
     for number in range(10):

@@ -61,7 +61,7 @@ def _window(dims: int, node: Node, operand: Node) -> float:
 
 
 def _adaptive_window(dims: int, node: Node, operand: Node) -> float:
-    """The same where windows of n/m entries or more, or overlapping ones, lead from n entries to m along each axis."""
+    """The size of windows of n/m entries or more, possibly overlapping, from n entries to m along each axis."""
     return math.prod(n / m + m / n + 2 for n, m in zip(operand.shape[-dims:], node.shape[-dims:], strict=True))
 
 

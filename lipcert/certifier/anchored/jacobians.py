@@ -82,7 +82,7 @@ class Jacobians:
         self._stems: list[tuple[Node, Stem] | None] = []
 
     def within(self, tolerance: float) -> Jacobians:
-        """The same with another tolerance."""
+        """A copy with another tolerance."""
         other = copy.copy(self)
         other.tolerance = tolerance
         return other
@@ -140,7 +140,7 @@ class Jacobians:
         return None if first is b else first
 
     def error_of(self, a: Node, b: Node) -> float:
-        """The same for the norm of G(a → b), whichever way it is found."""
+        """The error of the norm of G(a → b) in units of S, as in :meth:`error_factor`, whichever way it is found."""
         return written_error(a.entries, b.entries) if self.writes(a, b) else self.error_factor(a, b.entries)
 
     def error_factor(self, a: Node, rows: int) -> float:
@@ -156,12 +156,12 @@ class Jacobians:
         return max(error, math.sqrt(max(4 * _LONG, a.entries)) / ONCE)  # for errors of stored matrices
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
-        """The same for the largest norm of a row; for an affine path it is computed once for all images."""
+        """Whether the largest norm of a row is computed from the entries: of an affine path, once for all images."""
         few = writes_rows(min(a.entries, b.entries))
         return self.deterministic or few or (a.entries <= _LONG and self.network.affine_path(a, b))
 
     def writes_out_columns(self, b: Node) -> bool:
-        """The same for the norms of the columns of an affine path."""
+        """Whether the norms of the columns of an affine path are computed from the entries."""
         return self.deterministic or b.entries <= _LONG
 
     def operator(

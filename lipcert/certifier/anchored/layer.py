@@ -228,7 +228,7 @@ class LayerAt:
         self.layer, self.images, self.places, self.known = layer, images, places, known
 
     def only(self, index: Tensor) -> LayerAt:
-        """The same for the images with the given indices."""
+        """The layer at the images with the given indices."""
         return LayerAt(self.layer, self.images, self.places[index.to(self.places.device)], self.known)
 
     def fall(self, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
@@ -257,7 +257,7 @@ class Fall:
         self.terms = terms
 
     def only(self, index: Tensor) -> Fall:
-        """The same for the images with the given indices."""
+        """The bounds for the images with the given indices."""
         return Fall(self.terms[index])
 
     def __call__(self, radius: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Weighed(NamedTuple):
     error: Tensor | None = None
 
     def only(self, index: Tensor) -> Weighed:
-        """The same for the images with the given indices, without the maps M."""
+        """The parts of the images with the given indices, without the maps M."""
         return Weighed(self.answer.only(index), self.used[index], None if self.error is None else self.error[index])
 
 
@@ -205,7 +205,7 @@ class RivalMargin:
         return margin_gradients(at.network, at.values, list(at.network.chains.links), rivals, predicted, linear)
 
     def only(self, index: Tensor) -> RivalMargin:
-        """The same for the images with the given indices, for walks."""
+        """The margin of the images with the given indices, for walks."""
         part = copy.copy(self)
         at = part.at = self.at.only(index, walked=True)
         part.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}

@@ -94,7 +94,7 @@ class JacobianMatrix:
         return cls(entries, groups if same else None, torch.cat([part.error for part in parts]))
 
     def only(self, index: Tensor) -> JacobianMatrix:
-        """The same for the images with the given indices."""
+        """The matrices of the images with the given indices."""
         return self if len(self.entries) == 1 else replace(self, entries=self.entries[index], error=self.error[index])
 
     @property
@@ -116,7 +116,7 @@ class JacobianMatrix:
         return at_most(flat * INFLATE + self.error[:, None])
 
     def column_norms(self) -> Tensor:
-        """The same for the columns, shape (N or 1, columns); only of a G that is its own factor."""
+        """Upper bounds on the norms of the columns, shape (N or 1, columns); only of a G that is its own factor."""
         flat = l2_norm(self.entries, 2).flatten(1)
         if self.groups is not None:
             flat = torch.empty_like(flat).index_copy_(1, self.groups.columns.flatten(), flat)
@@ -137,7 +137,7 @@ class JacobianMatrix:
         return whole
 
     def moved(self, order: Tensor) -> JacobianMatrix:
-        """The same with row ``order[i]`` in place i."""
+        """The matrix with row ``order[i]`` in place i."""
         if self.groups is None:
             return replace(self, entries=self.entries[:, :, order])
         place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
@@ -319,12 +319,12 @@ class Windows:
 
     @classmethod
     def of_matrix(cls, matrix: JacobianMatrix) -> Windows:
-        """The same as a matrix in blocks."""
+        """The windows of a matrix in blocks."""
         rows, columns = matrix.blocks()
         return cls(matrix.entries, rows, columns, columns.numel(), 1, matrix.error)
 
     def only(self, index: Tensor | slice) -> Windows:
-        """The same for the images with the given indices."""
+        """The windows of the images with the given indices."""
         return self if len(self.entries) == 1 else replace(self, entries=self.entries[index], lost=self.lost[index])
 
     def _vectors(self, v: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ class Windows:
         return result.permute(2, 0, 1).reshape(len(v), -1)
 
     def adjoint(self, u: Tensor) -> Tensor:
-        """The same for the transposed matrices, shape (K, rows) → (K, columns)."""
+        """Products of the transposed matrices with vectors, shape (K, rows) → (K, columns)."""
         moved = (self.entries.mT @ self._vectors(u)[:, self.rows]).flatten(1, 2)
         total = moved.new_zeros(len(moved), self.width, moved.shape[2]).index_add_(1, self.columns.flatten(), moved)
         return total.permute(2, 0, 1).reshape(len(u), -1)

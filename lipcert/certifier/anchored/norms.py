@@ -91,7 +91,7 @@ class Norms:
     columns: Mapping[Pair, Tensor]
 
     def only(self, index: Tensor) -> Norms:
-        """The same for some of the images, given by their numbers."""
+        """The norms of some of the images, given by their numbers."""
         tables = (self.slack, self.gains, self.peaks)
         slack, gains, peaks = ({pair: bound[index] for pair, bound in table.items()} for table in tables)
         ledger, written, rounding = self.ledger.only(index), self.written.only(index), self.rounded.only(index)

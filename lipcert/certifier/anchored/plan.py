@@ -105,19 +105,19 @@ class NormPlan:
         return sum(8.0 * a.entries * b.entries for a, b in written if worth_writing(self.network, a, b))
 
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
-        """The same for one norm, or with ``peak`` for the largest norm of a row."""
+        """Work of one norm, or with ``peak`` for the largest norm of a row."""
         if worth_writing(self.network, a, b):
             return 0.0 if peak else writing(self.network, a, b)
         return passes_for(a, b, peak) * self._pass_work(a, b) + SEARCH
 
     @property
     def work_of_links(self) -> float:
-        """The same for the norms of single operations; those of affine ones are the same for all images."""
+        """Work of the norms of single operations; those of affine ones hold for all images."""
         rules = self.network.rules.keys()
         return sum(_PASSES * work(link.path) + SEARCH for link in self.links if rules & link.path)
 
     def _pass_work(self, a: Node, b: Node) -> float:
-        """The same for one pass through the operations between two values."""
+        """Work of one pass through the operations between two values."""
         return sum(self._costs[node] for node in self.network.replay.between(a, [b]))
 
     def _covered(self) -> frozenset[Pair]:

@@ -59,7 +59,7 @@ class Ray:
         self._index: Tensor | None = None
 
     def only(self, index: Tensor) -> Ray:
-        """The same with the sizes and entries of the images with the given indices."""
+        """A copy with the sizes and entries of the images with the given indices."""
         part = copy.copy(self)
         part._index = index if self._index is None else self._index[index]
         return part

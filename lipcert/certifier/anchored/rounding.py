@@ -98,7 +98,7 @@ class Rounded:
     place: dict[Node, int]
 
     def only(self, index: Tensor) -> Rounded:
-        """The same for the images with the given indices."""
+        """The errors of the images with the given indices."""
         noise, errors = ({node: value[index] for node, value in table.items()} for table in (self.noise, self.errors))
         off = {link: value[index] for link, value in self.off.items()}
         return Rounded(noise, errors, off, self.paths[index], self.starts, self.place)

@@ -68,7 +68,7 @@ class FormNorms:
     along: Tensor
 
     def only(self, index: Tensor) -> FormNorms:
-        """The same for the images with the given indices."""
+        """The norms for the images with the given indices."""
         norms = {a: norm[index] for a, norm in self.norms.items()}
         return FormNorms(self.operand, norms, self.along[index])
 
@@ -116,7 +116,7 @@ class Rounding:
         return None
 
     def only(self, index: Tensor, at: Linearization) -> Rounding:
-        """The same for the images with the given indices, with the linearisation at these images."""
+        """The rounding errors of the images with the given indices, with the linearisation at these images."""
         return self
 
 

@@ -30,7 +30,7 @@ class Written:
         self._entries: dict[Node, Windows] = {}
 
     def only(self, index: Tensor) -> Written:
-        """The same for the images with the given indices; nothing is copied before it is asked for."""
+        """The matrices of the images with the given indices; nothing is copied before it is asked for."""
         return _Some(self, index)
 
     def entry(self, a: Node, b: Node) -> Windows | None:
