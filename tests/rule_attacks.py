@@ -363,7 +363,7 @@ def _seeded(*shape: int, seed: int) -> Tensor:
 
 
 def _captured(module: nn.Module, image: Tensor, whole: Callable[[nn.Module], bool]) -> Graph:
-    return needed(explicit_attention(capture(module, image, whole, casts=True), image.device))
+    return needed(explicit_attention(capture(module, image, whole), image.device))
 
 
 def _check_remainders(graph: Graph, images: Tensor) -> float | None:

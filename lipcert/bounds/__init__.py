@@ -4,7 +4,7 @@
 """
 
 from lipcert.bounds import rules as _rules  # fills the registry
-from lipcert.bounds._arguments import arguments, by_operand
+from lipcert.bounds._arguments import arguments, by_operand, replayed
 from lipcert.bounds._box import Boxes, Nominal, State, Walk, flat
 from lipcert.bounds._global import (
     Analysis,
@@ -17,7 +17,7 @@ from lipcert.bounds._global import (
     global_values,
     lipschitz,
 )
-from lipcert.bounds._jacobian import WINDOW, column_sums, gamma, jacobian_of, lengths, schur_bounds
+from lipcert.bounds._jacobian import WINDOW, absolute_products, column_sums, gamma, jacobian_of, lengths, schur_bounds
 from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, margins, radii, row_distances
 from lipcert.bounds._masked import Core
 from lipcert.bounds._registry import (

@@ -131,6 +131,22 @@ def schur_bounds(schur: Schur, node: Node, place: int, values: Mapping[Node, Ten
     the column sums |J|ᵀ·1, from a product with |J| each, so that J is never written out. κ = γ_n A for n terms.
     """
     operand = node.operands[place]
+    rows, columns = absolute_products(schur, node, place, values, None)
+    if not rows.numel() or not columns.numel():
+        return 0.0, 0.0
+    row, column = rows.abs().max().item(), columns.abs().max().item()
+    gain = schur.signs * math.sqrt(column) * math.sqrt(row) * (1 + 1e-9)
+    return gain, gamma(row + column if schur.terms is None else schur.terms(node, operand)) * gain
+
+
+def absolute_products(
+    schur: Schur, node: Node, place: int, values: Mapping[Node, Tensor], vector: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """|J|·vector and |J|ᵀ·1 for an affine operation, up to :attr:`Schur.signs`; ``vector`` ≥ 0, None for 1.
+
+    ∞ in place of both if the result depends on the operand in a way that autograd does not see.
+    """
+    operand = node.operands[place]
     value = torch.zeros_like(values[operand][0]).requires_grad_()
     places = iter(range(len(node.operands)))
 
@@ -145,19 +161,17 @@ def schur_bounds(schur: Schur, node: Node, place: int, values: Mapping[Node, Ten
     args, kwargs = _mapped(at_zero, magnitude, (node.args, dict(node.kwargs)))
     with torch.enable_grad():
         result = node.function(*args, **kwargs)
+        nothing = torch.zeros_like(result), torch.zeros_like(value)
         if not result.requires_grad or not result.numel():  # it reads only a shape or type, or is empty
-            return 0.0, 0.0
+            return nothing
         weight = torch.ones_like(result, requires_grad=True)
         (columns,) = torch.autograd.grad(result, value, weight, create_graph=True, allow_unused=True)
         if columns is None or not columns.requires_grad:  # for autograd the result does not depend on the operand
-            gain = 0.0 if columns is None or not bool(columns.any()) else math.inf
-            return gain, gain
-        (rows,) = torch.autograd.grad(columns, weight, torch.ones_like(columns), allow_unused=True)
-    if rows is None or not columns.numel() or not rows.numel():
-        return 0.0, 0.0
-    row, column = rows.abs().max().item(), columns.abs().max().item()
-    gain = schur.signs * math.sqrt(column) * math.sqrt(row) * (1 + 1e-9)
-    return gain, gamma(row + column if schur.terms is None else schur.terms(node, operand)) * gain
+            unseen = columns is not None and bool(columns.any())
+            return (nothing[0] + math.inf, nothing[1] + math.inf) if unseen else nothing
+        along = torch.ones_like(columns) if vector is None else vector
+        (rows,) = torch.autograd.grad(columns, weight, along, allow_unused=True)
+    return nothing[0] if rows is None else rows.detach(), columns.detach()
 
 
 def _mapped(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:

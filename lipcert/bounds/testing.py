@@ -131,7 +131,7 @@ def _in_boxes(module: nn.Module, analysis: Analysis, images: list[Tensor], draw:
 
 def _nodes(module: nn.Module, images: list[Tensor], question: str) -> Iterator[tuple[Node, Values]]:
     """The operations that depend on the image, with the values at each image."""
-    graph = capture(module, images[0], lambda part: kept_whole(part) and kept_whole(part, question), casts=True)
+    graph = capture(module, images[0], lambda part: kept_whole(part) and kept_whole(part, question))
     graph = needed(explicit_attention(graph, images[0].device))
     for image in images:
         values = run(graph.nodes, {graph.input: image})

@@ -396,8 +396,7 @@ def _at_most_threads(count: int) -> Iterator[None]:
 def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | None]:
     """A copy in float64 with the weights of the deployed model, and the bounds on its rounding.
 
-    In real arithmetic casts inside the network are the identity. With a ``dtype`` they are kept, because the rounding
-    bounds need them. Weights do not need gradients here.
+    Casts inside the copy are the identity, as in real arithmetic. Weights do not need gradients here.
     """
     try:
         copied = copy.deepcopy(model).requires_grad_(False)
@@ -405,10 +404,9 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
         raise InputError(
             f"the model cannot be copied: {first_line(error)}; load its state_dict() into a new one"
         ) from error
+    copied.real = True
     if dtype == "real":
-        copied.real = True
         return copied.double(), None
-    copied.real = False
     rounded = copied.to(roundoff.DTYPES[dtype]).double()
     try:
         with _understood(f"--dtype {dtype}"):
@@ -440,7 +438,7 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
     across_types(looks[0], precise)
     if rounding is None:
         return
-    only_in(dtype, looks[0])
+    only_in({node.dtype for node in rounding.graph.nodes if node.dtype is not None}, looks[0])
     images = torch.cat([look.image for look in looks]).double()
     predicted, all_margins = margins(copied(images))
     deployed = torch.cat([look.result for look in looks]).double()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._composed import code_of, parts_of
+from lipcert.graph._constants import Constants, without_caches
 from lipcert.graph._graph import Graph, Node, canonical
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
@@ -205,7 +206,9 @@ def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
 class _Recorder:
     """Records the nodes and the module that is currently running."""
 
-    def __init__(self, module: nn.Module, images: Tensor, whole: Callable[[nn.Module], bool], real: bool):
+    def __init__(
+        self, module: nn.Module, images: Tensor, whole: Callable[[nn.Module], bool], real: bool, constants: bool = False
+    ):
         self.whole = whole
         self.paths = {child: path for path, child in module.named_modules()}
         self.real = real
@@ -215,6 +218,7 @@ class _Recorder:
         self.failed: str | None = None  # the path of the module that raised an error
         self.live: weakref.WeakValueDictionary[int, Tracked] = weakref.WeakValueDictionary()
         self.constants: list[tuple[Tensor, int, str, str]] = []
+        self.computed = Constants(module, _tracks, lambda: self.path) if constants else None
 
     @property
     def path(self) -> str:
@@ -223,15 +227,26 @@ class _Recorder:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs ``function`` on the nominal values and records it."""
         if (code := code_of(function)) is not None:
-            return code(*args, **kwargs)
+            with self.computed or nullcontext():
+                return code(*args, **kwargs)
         function, args, kwargs = spelled_out(function, args, kwargs)
         if self.real:
+            given = list(tensors_in((args, kwargs)))
             function, args, kwargs = in_real_arithmetic(function, args, kwargs)
+            for tensor, widened in zip(given, tensors_in((args, kwargs)), strict=True):
+                if self.computed is not None and tensor is not widened:
+                    self.computed.same(widened, tensor)
         op = canonical(function)
         args, kwargs = placed(function, op, args, kwargs, _tracks)
         name = getattr(function, "__name__", "")
         if name in _TEMPLATES and args and isinstance(args[0], Tensor):
-            return function(*_map_tracked(lambda value: value.tensor, args), **kwargs)
+            outcome = function(*_map_tracked(lambda value: value.tensor, args), **kwargs)
+            if self.computed is not None:
+                functions: dict[str, Callable[..., Any]] = {"to": Tensor.to, "expand_as": Tensor.expand}
+                instead = functions.get(name, Tensor.reshape)
+                rest = args[1:] if name == "to" else (tuple(outcome.shape),)
+                self.computed.remember(instead, (self.computed.sources(args[0]), *rest), kwargs, outcome)
+            return outcome
         form = name in _FORM and not _tracks((args[1:], kwargs))
         if not form:
             self.check_current((args, kwargs))
@@ -255,6 +270,8 @@ class _Recorder:
         if versions != [write_count(value.tensor) for value in operands]:
             raise UnsupportedCode([(f"{name} writing into its operand", self.path)])
         if form:
+            if self.computed is not None:
+                self.computed.remember(function, (), {}, outcome)
             return outcome
         if target is None and (parts := parts_of(op, args, kwargs)) is not None:
             return self.composed(parts, function, args, kwargs, outcome)
@@ -314,7 +331,8 @@ class _Recorder:
     def run(self, module: nn.Module, images: Tensor) -> Any:
         """Runs the module on a tracked value. The module may write to ``images``."""
         try:
-            with module_calls(self.call_module):
+            caches = nullcontext() if self.computed is None else without_caches(module)
+            with module_calls(self.call_module), caches, self.computed or nullcontext():
                 return module(Tracked(images, self.start, self))
         except LipcertError:
             raise
@@ -406,7 +424,12 @@ class _Recorder:
         for constant, version, name, path in self.constants:
             if write_count(constant) != version:
                 raise UnsupportedCode([(f"{name} with a tensor that is written to later", path)])
-        return Graph(self.start, outcome.node, (self.start, *self.nodes))
+        computed = {}
+        if self.computed is not None:
+            for constant, *_ in self.constants:
+                if self.computed.is_new(constant):
+                    computed[id(constant)] = self.computed.source(constant)
+        return Graph(self.start, outcome.node, (self.start, *self.nodes), computed=computed)
 
 
 def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -553,24 +576,20 @@ def capture(
     images: Tensor,
     whole: Callable[[nn.Module], bool] = lambda module: False,
     *,
-    casts: bool = False,
+    constants: bool = False,
     gradients: bool = False,
 ) -> Graph:
     """Captures the operations that ``module`` applies to ``images``.
 
     In float64 the graph is the network in real arithmetic, where casts between floating-point types are the identity:
-    see :func:`lipcert.numerics.in_real_arithmetic`.
+    see :func:`lipcert.numerics.in_real_arithmetic`. With ``constants``, ``computed`` of the graph has what computes
+    its constants.
     """
     for path, child in module.named_modules():
         if child.training:
             raise InputError(f"{path or 'the model'} is in training mode; call model.eval() first")
-    leaves_out = getattr(module, "real", False) is True
-    if casts and leaves_out:
-        raise InputError(
-            "this model is a copy of a network in real arithmetic, without casts; pass the original network"
-        )
-    real = not casts and (leaves_out or images.dtype == torch.float64)
-    recorder = _Recorder(module, images, whole, real)
+    real = images.dtype == torch.float64 or getattr(module, "real", False) is True
+    recorder = _Recorder(module, images, whole, real, constants)
     if gradients:
         with torch.enable_grad():
             return recorder.graph(recorder.run(module, images))
@@ -587,7 +606,7 @@ def capture(
         with without_fused_kernels():  # as in the looks
             replays = [graph.replay(look.image) for look in looks]
         for look, replayed in zip(looks, replays, strict=True):
-            if not close(replayed, look.result, _tolerance(truth, casts)):
+            if not close(replayed, look.result, _tolerance(truth)):
                 raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
     return graph
 
@@ -605,9 +624,18 @@ def _run(module: nn.Module, images: Tensor) -> Any:
         raise InputError(f"the model does not run on {inputs}: {first_line(error)}") from error
 
 
-def _tolerance(result: Tensor, casts: bool) -> float:
+def _tolerance(result: Tensor) -> float:
     """The tolerance between a replay and the network; the memory layout may change the order of sums."""
-    return 1e-10 if result.dtype == torch.float64 and not casts else 1e-4
+    return 1e-10 if result.dtype == torch.float64 else 1e-4
+
+
+def unchecked(
+    module: nn.Module, images: Tensor, whole: Callable[[nn.Module], bool], *, constants: bool = False
+) -> Graph:
+    """Captures as :func:`capture`, casts included, without any check: for types and shapes, never for bounds."""
+    recorder = _Recorder(module, images, whole, False, constants)
+    with torch.no_grad(), frozen(module):
+        return recorder.graph(recorder.run(module, images.clone()))
 
 
 def outline(
@@ -618,7 +646,5 @@ def outline(
     Nothing is computed, so the graph is not compared with the network. Use it to find the rules that a network needs,
     never for bounds.
     """
-    images = torch.empty(1, *size, device="meta")
-    recorder = _Recorder(module, images, whole, real=False)
-    with torch.no_grad(), torch.device("meta"):
-        return recorder.graph(recorder.run(module, images))
+    with torch.device("meta"):
+        return unchecked(module, torch.empty(1, *size, device="meta"), whole)

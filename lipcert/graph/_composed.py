@@ -113,7 +113,22 @@ def _rrelu(
     return F.leaky_relu(x, (lower + upper) / 2)
 
 
+def _batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """With the statistics of a batch of one: group normalisation with one group per channel."""
+    return F.group_norm(x, x.shape[1], weight, bias, eps)
+
+
 _PARTS: dict[str, Callable[..., Tensor]] = {
+    "batch_norm": _batch_norm,
     "glu": _glu,
     "instance_norm": _instance_norm,
     "pixel_shuffle": _pixel_shuffle,
@@ -153,9 +168,15 @@ def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
         return None
     if (op == "threshold" and _jumps(*args, **kwargs)) or (op == "celu" and _grows(*args, **kwargs)):
         return None
+    if op == "batch_norm" and not _of_a_batch_of_one(*args, **kwargs):
+        return None
     if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
         return None
     return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else parts
+
+
+def _of_a_batch_of_one(x: Any, mean: Any, variance: Any, *more: Any, training: bool = False, **named: Any) -> bool:
+    return (training or more[2:3] == (True,)) and mean is None and variance is None and len(x) == 1
 
 
 def _grows(x: Any, alpha: float = 1.0, *more: Any, **named: Any) -> bool:

@@ -161,13 +161,15 @@ class Node:
 class Graph:
     """A captured network: its nodes in execution order, from ``input`` to ``output``.
 
-    ``forms`` names the fused operations that replace several recorded ones.
+    ``forms`` names the fused operations that replace several recorded ones. ``computed`` has, where the capture was
+    asked for it, the operation that computed a constant, by the tensor's ``id``.
     """
 
     input: Node
     output: Node
     nodes: tuple[Node, ...] = field(repr=False)
     forms: tuple[str, ...] = ()
+    computed: Mapping[int, Node] = field(default_factory=dict, repr=False)
 
     def replay(self, images: torch.Tensor) -> torch.Tensor:
         """Runs the captured operations on images of shape (N, C, H, W), with the N of the capture. Differentiable."""
@@ -216,8 +218,8 @@ def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
     for node in nodes:
         if node not in values:
             args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
-            forward_code = isinstance(node.function, nn.Module) and node.dtype == torch.float64
-            with RealArithmetic() if forward_code else nullcontext():
+            exact = isinstance(node.function, nn.Module) and torch.float64 in {getattr(x, "dtype", None) for x in args}
+            with RealArithmetic() if exact else nullcontext():
                 values[node] = node.function(*args, **kwargs)
     return values
 

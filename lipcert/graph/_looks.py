@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,13 +57,12 @@ class Look:
     computes: bool = False
 
 
-def only_in(dtype: torch.dtype, look: Look) -> None:
-    """Refuses a network that computes in floating-point types other than ``dtype``, by casts or autocast."""
+def only_in(dtypes: Collection[torch.dtype], look: Look) -> None:
+    """Refuses a network that computes in other floating-point types than these."""
     for step in look.steps:
-        for dtype_used in step.types - {dtype}:
-            raise UnsupportedCode(
-                [(f"{step.name} in {str(dtype_used)[6:]} in a network in {str(dtype)[6:]}", step.path)]
-            )
+        for used in step.types.difference(dtypes):
+            named = " and ".join(sorted(str(dtype)[6:] for dtype in dtypes))
+            raise UnsupportedCode([(f"{step.name} in {str(used)[6:]} in a network in {named}", step.path)])
 
 
 def across_types(first: Look, other: Look) -> None:

@@ -158,7 +158,7 @@ def _written_out(
     enable_gqa: bool = False,
 ) -> Node:
     def emit(op: str, function: Any, args: tuple[Any, ...], shape: Sequence[int]) -> Node:
-        emitted = Node(op, function, args, {}, node.path, tuple(shape))
+        emitted = Node(op, function, args, {}, node.path, tuple(shape), dtype=node.dtype)
         nodes.append(emitted)
         return emitted
 

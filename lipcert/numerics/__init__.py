@@ -20,7 +20,7 @@ from lipcert.numerics._estimate import (
     or_estimated,
     through,
 )
-from lipcert.numerics._formats import DTYPES, EXTRA, OWN_ROUNDING, REAL, Address, Format, address
+from lipcert.numerics._formats import DTYPES, EXTRA, OWN_ROUNDING, REAL, ConstantErrors, Format
 from lipcert.numerics._l2 import (
     computed_l2_norm,
     l2_norm,

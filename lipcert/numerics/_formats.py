@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,34 @@ EXTRA = 8
 _FLOAT32_SUMS = 2.0**-22
 
 
+class ConstantErrors:
+    """Bounds on the absolute errors of constants in the deployed network, entry by entry, by the tensor's address."""
+
+    def __init__(self) -> None:
+        self._known: dict[Address, tuple[Tensor, Tensor]] = {}
+        self.asked: set[Address] = set()
+
+    def put(self, constant: Tensor, error: Tensor) -> None:
+        """Notes a bound; the largest counts."""
+        _, before = self._known.get(address(constant), (constant, error))
+        self._known[address(constant)] = constant, torch.maximum(error, before.reshape(error.shape))
+
+    def error_of(self, constant: Tensor) -> Tensor | None:
+        """The bound that was noted for a constant; None for none."""
+        if address(constant) not in self._known:
+            return None
+        self.asked.add(address(constant))
+        return self._known[address(constant)][1].reshape(constant.shape)
+
+    def forgotten(self, constants: Iterable[Tensor]) -> bool:
+        """Whether no rule has asked for the error of one of these constants yet, and it is not 0."""
+        known = [(address(x), self._known[address(x)][1]) for x in constants if address(x) in self._known]
+        return any(place not in self.asked and bool(error.any()) for place, error in known)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._known.values())
+
+
 @dataclass(frozen=True)
 class Format:
     """Binary floating point with rounding to nearest: fl(a ∘ b) = (a ∘ b)(1 + δ) + η', |δ| ≤ unit, |η'| ≤ smallest.
@@ -30,12 +58,12 @@ class Format:
     Attributes:
         dtype: float32, float16 or bfloat16, or float64 in ``REAL``: the type of every result.
         sums: the type of sums inside an operation: float32, or ``dtype`` itself.
-        computed: constants that a network computes from its weights, by address and shape, with bounds on their errors.
+        computed: constants that a network computes from its weights, with bounds on their errors.
     """
 
     dtype: torch.dtype
     sums: torch.dtype = torch.float32
-    computed: Mapping[Address, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    computed: ConstantErrors = field(default_factory=ConstantErrors, compare=False)
 
     @classmethod
     def of(cls, dtype: str | torch.dtype | Format) -> Format:
@@ -47,6 +75,12 @@ class Format:
             raise InputError(f"no rounding bounds for dtype {dtype}; choose one of {', '.join(DTYPES)}")
         assert isinstance(resolved, torch.dtype)
         return cls(resolved)
+
+    def of_type(self, dtype: torch.dtype | None) -> Format:
+        """The format of results of another type in the same network; None for this one."""
+        if dtype is None or dtype == self.dtype:
+            return self
+        return replace(self, dtype=dtype, sums=dtype if self.sums == self.dtype else self.sums)
 
     @property
     def unit(self) -> float:
@@ -121,8 +155,8 @@ class Format:
         through float32, which adds 2⁻²³|c|.
         """
         exact = torch.as_tensor(constant, dtype=torch.float64).detach()
-        if address(exact) in self.computed:
-            return self.computed[address(exact)][1]
+        if (known := self.computed.error_of(exact)) is not None:
+            return known
         rounded = exact.to(self.dtype).double()
         error = torch.where(rounded == exact, 0.0, (rounded - exact).abs() + 2.0**-23 * exact.abs() + 2.0**-149)
         flushed = (exact != 0) & (exact.abs() < torch.finfo(self.dtype).smallest_normal)
@@ -140,12 +174,13 @@ class Format:
 REAL = Format(torch.float64, torch.float64)
 
 
-Address = tuple[int, torch.Size, tuple[int, ...]]
+Address = tuple[int, int, tuple[tuple[int, ...], ...]]
 
 
 def address(constant: Tensor) -> Address:
-    """Identifies a tensor among all tensors in memory."""
-    return constant.data_ptr(), constant.shape, constant.stride()
+    """Identifies a tensor among all tensors in memory, up to the shape if it is contiguous."""
+    form = () if constant.is_contiguous() else (tuple(constant.shape), constant.stride())
+    return constant.data_ptr(), constant.numel(), form
 
 
 def _gamma(n: int, unit: float) -> float:

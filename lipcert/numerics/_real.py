@@ -45,7 +45,7 @@ def in_real_arithmetic(function: Callable[..., Any], args: tuple[Any, ...], kwar
     named = [argument for argument in (*args, *kwargs.values()) if _floating(argument)]
     if met and named and getattr(function, "__name__", "") not in _SAME_BITS:
         if function is Tensor.to and torch.finfo(named[0]).bits < 32:
-            args = (args[0].clone(), *args[1:])
+            kwargs = kwargs | {"copy": True}
         args = tuple(torch.float64 if _floating(argument) else argument for argument in args)
         kwargs = {key: torch.float64 if _floating(argument) else argument for key, argument in kwargs.items()}
     if torch.float64 in met and any(map(_floating, met - {torch.float64})) and not _writes(function, kwargs):

@@ -20,13 +20,14 @@ these assumptions as far as it can, and refuses a process that violates them:
   parts of ``sum``, scaled queries and keys, attention weights, and the terms of a normalisation (on CUDA:
   ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its bfloat16 counterpart off).
   ``Format(dtype, sums=dtype)`` drops this assumption, but then most networks have no bound.
-* exp, tanh, log, square roots and rsqrt err by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|, sigmoid and erf by
-  4 ulp of 1.
+* exp, tanh, log, powers, square roots and rsqrt err by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|; sigmoid,
+  erf, sine and cosine by 4 ulp of 1.
+* Interpolation computes positions in the arithmetic of sums, and weights and sums in the format or better.
 * Softmax subtracts the largest score, or the running maximum of online softmax. Fused attention is softmax with two
   matrix products.
 * Variances may be computed by two passes, by updates, or as E[x²] − E[x]². Normalisations may be multiplied out, as in
   xα + (β − μα).
-* The whole network runs in one format: no autocast.
+* Casts in the network's code are operations of it, and every operation rounds in the type of its result: no autocast.
 
 With the format ``REAL``, F̂ is F as the certifier evaluates it in float64. Constants that the network computes from its
 weights are then part of F as float64 has them.
@@ -38,6 +39,7 @@ weights in an unknown way.
 from lipcert.bounds import Operand, local_error
 from lipcert.numerics import DTYPES, REAL, Format
 from lipcert.roundoff._chains import Chains, Link, Pair
+from lipcert.roundoff._constants import deployed_graph
 from lipcert.roundoff._operations import UNDERFLOW, Errors, OperationRounding
 from lipcert.roundoff._roundoff import (
     ENTRIES_AT_ONCE,

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -43,10 +42,10 @@ from lipcert.bounds import (
     schur_bounds,
 )
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import PIECES, Graph, Node, capture, evaluate, explicit_attention, map_nodes, needed
+from lipcert.graph import PIECES, Graph, Node, evaluate, explicit_attention, map_nodes, needed, tensors_in
 from lipcert.model import Model
-from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Address, Format, Number, address, at_most, l2_norm
-from lipcert.roundoff._constants import computed_error
+from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Format, Number, at_most, l2_norm
+from lipcert.roundoff._constants import deployed_graph
 
 # (margins f_y − f_j, number of the call) ↦ radii of shape (N,).
 Radii = Callable[[Tensor, int], Tensor]
@@ -67,7 +66,7 @@ class Gains:
         format: the deployed format, with the constants that the network computes.
     """
 
-    def __init__(self, graph: Graph, model: Model, fmt: Format):
+    def __init__(self, graph: Graph, model: Model, fmt: Format, refused: Sequence[tuple[str, str]] = ()):
         self.values = global_values(graph)
         self.residuals = self._residuals(graph)
         self._branches = {w: v for v, (_, w) in self.residuals.items()} if fmt == REAL else {}
@@ -75,9 +74,8 @@ class Gains:
         self._slopes: dict[Node, dict[Node, float] | None] = {}
         self.device = model.device
         stored = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        missing = []
-        computed: dict[Address, tuple[Tensor, Tensor]] = {}
-        self.format = replace(fmt, computed=computed)
+        missing = list(refused)
+        self.format = fmt
         with torch.no_grad():
             nominal = evaluate(graph, _example(model)[:, None])
             zero = torch.zeros(1, dtype=torch.float64, device=model.device)
@@ -85,18 +83,28 @@ class Gains:
                 if node is graph.input or passes(node):
                     continue
                 try:
+                    constants = [x for x in tensors_in((node.args, dict(node.kwargs))) if x.is_floating_point()]
+                    kind = node.dtype
+                    if kind is not None and (kind != torch.float64 if fmt == REAL else not kind.is_floating_point):
+                        raise NoAnswer(f"a result in {kind}")
                     # In float64 itself the network is the one with these constants as float64 has them.
-                    for constant in () if fmt == REAL else _constants(node, stored):
-                        error = computed_error(constant, node.path, model, fmt)
-                        if error is None:
+                    for constant in () if fmt == REAL else constants:
+                        held = constant.untyped_storage().data_ptr() in stored
+                        if not held and fmt.computed.error_of(constant) is None:
                             raise NoAnswer("a constant that the network computes")
-                        computed[address(constant)] = constant, error
+                    fmt.computed.asked.clear()
                     operands = [Operand(nominal[u], zero, torch.full_like(zero, math.inf)) for u in node.operands]
-                    local_error(node, operands, self.format)
+                    self.error(node, operands)
+                    if fmt.computed.forgotten(constants):
+                        raise NoAnswer("a constant with an error")
                 except NoAnswer as reason:
                     missing.append(refusal(node, reason))
         if missing:
             raise UnsupportedOperation(missing, "rounding")
+
+    def error(self, node: Node, operands: Sequence[Operand]) -> Tensor:
+        """Bounds on |e| of an operation, in the type that its result has in the deployed network."""
+        return local_error(node, operands, self.format.of_type(node.dtype))
 
     def _residuals(self, graph: Graph) -> dict[Node, tuple[Node, Node]]:
         readers = Counter(u for node in graph.nodes for u in dict.fromkeys(node.operands))
@@ -167,29 +175,9 @@ class Gains:
             return math.inf
 
 
-def _constants(node: Node, stored: set[int]) -> list[Tensor]:
-    """The constants of an operation that the network computes, because their storage is not ``stored``."""
-    if node.dtype is not None and node.dtype != torch.float64:
-        raise NoAnswer(f"a result in {node.dtype}")
-    constants: list[Tensor] = []
-    _tensors((node.args, dict(node.kwargs)), constants)
-    return [constant for constant in constants if constant.untyped_storage().data_ptr() not in stored]
-
-
 def passes(node: Node) -> bool:
     """Whether a node only splits a value or selects one of the parts."""
     return node.op == "part" or node.op in PIECES
-
-
-def _tensors(tree: object, tensors: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        if tree.is_floating_point():
-            tensors.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            _tensors(item, tensors)
-    elif isinstance(tree, dict):
-        _tensors(list(tree.values()), tensors)
 
 
 def error_norm(error: Tensor) -> Tensor:
@@ -208,10 +196,11 @@ class Roundoff:
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, graph: Graph | None = None):
         self.format = Format.of(dtype)
         self.model = model
+        refused: Sequence[tuple[str, str]] = ()
         if graph is None:
-            graph = capture(model, _example(model), _has_rounding_rule, casts=self.format != REAL)
+            graph, self.format, refused = deployed_graph(model, self.format, _example(model), _has_rounding_rule)
         self.graph = needed(explicit_attention(graph, model.device))
-        self.gains = Gains(self.graph, model, self.format)
+        self.gains = Gains(self.graph, model, self.format, refused)
 
     def deployed(self, radii: Radii, images: Tensor, predicted: Tensor, margins: Tensor, least: float = 0.0) -> Tensor:
         """Radii for the deployed network, from a method for the network in real arithmetic.
@@ -321,12 +310,12 @@ class Evaluated:
 
     def _operation(self, node: Node) -> tuple[Tensor, Tensor]:
         """The entries and the norm of the error of one operation."""
-        error = local_error(node, [self._operand(u, self.ball) for u in node.operands], self.gains.format)
+        error = self.gains.error(node, [self._operand(u, self.ball) for u in node.operands])
         norm = error_norm(error)
         slopes = self.gains.slopes(node) if self.ball and self.gains.format == REAL else None
         if slopes is None:
             return error, norm
-        there = local_error(node, [self._operand(u, False) for u in node.operands], self.gains.format)
+        there = self.gains.error(node, [self._operand(u, False) for u in node.operands])
         ways = [_times(2 * slope, self._way(u)) for u, slope in slopes.items()]
         further = sum(ways, torch.zeros_like(norm)) * OWN_ROUNDING
         entries = there + further.reshape(-1, *[1] * (there.dim() - 1))

@@ -87,6 +87,8 @@ ACTIVATIONS: dict[Any, Activation] = {
     F.softsign: Activation(1.0, 1.0, curvature=2.0),
     F.tanhshrink: Activation(1.0, curvature=0.769801),
     F.logsigmoid: Activation(1.0, shrinks=False, error=lambda x: x + 1),
+    torch.sin: Activation(1.0, 1.0, curvature=1.0, error=torch.ones_like),
+    torch.cos: Activation(1.0, 1.0, shrinks=False, curvature=1.0, error=torch.ones_like),
     torch.erf: Activation(1.128380, 1.0, shrinks=False, curvature=0.967883, error=torch.ones_like),
     "abs": Activation(1.0, floor=0.0),
 }

@@ -202,8 +202,8 @@ def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     deviates by w, p_i grows by a factor of at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are exactly 0.
     """
     args = arguments(node)
-    if args.get("dim") is None or args.get("dtype") is not None:
-        raise NoAnswer("softmax without dim, or in another format")
+    if args.get("dim") is None:
+        raise NoAnswer("softmax without dim")
     axis = args["dim"] % len(node.shape) + 1
     x = operands[0]
     masked = x.nominal == -math.inf

@@ -25,6 +25,8 @@ _ROUNDED = 1 + 2.0**-40  # a few operations in float64, powers included
 @rule("pow")
 def power(call: Call, x: Any, exponent: Any) -> Value:
     """The slope |p| |x|^(p−1) is largest at the largest |x| if p ≥ 1, else at the smallest x, which must be > 0."""
+    if isinstance(exponent, Value) and not isinstance(x, Value):
+        return _exponential(call, x, exponent)
     if not isinstance(x, Value) or isinstance(exponent, Value):
         raise NoAnswer("the exponent must be one number")
     if isinstance(exponent, Tensor) and exponent.numel() != 1:
@@ -80,12 +82,42 @@ jacobian("square", "pow", "sqrt", "rsqrt", absolute=0.0)(of_entries)
 
 @rounding("square", "pow")
 def power_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """xᵖ for whole p ≥ 1, computed by products or by a library function."""
+    """xᵖ for whole p ≥ 1, computed by products or by a library function; for p = ½ the root.
+
+    bˣ is a library function, for a base b that the format can represent.
+    """
     p = 2.0 if node.op == "square" else arguments(node)["exponent"]
+    if node.op == "pow" and isinstance(p, Node) and not isinstance(base := arguments(node)["input"], (Node, Tensor)):
+        if fmt.cast(base).item():
+            raise NoAnswer(f"the base {base:g} is no number of the format")
+        return fmt.function(base ** (operands[0].most if base >= 1 else -operands[0].most) * _ROUNDED)
+    if not isinstance(p, (Node, Tensor)) and p == 0.5:
+        return root_rounding(node, operands, fmt)
     if isinstance(p, (Node, Tensor)) or not 1 <= p < math.inf or p != int(p):
         raise NoAnswer("the exponent is not a whole number ≥ 1")
     size = operands[0].most ** int(p)
     return fmt.rounded(size, int(p)) + fmt.function(size)
+
+
+@rounding("sqrt")
+def root_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """√x for x ≥ 0: an error of 4 ulp, and that of an x below the normal range that is taken for 0.
+
+    Where x̂ may be negative, there is no bound.
+    """
+    x = operands[0]
+    least = x.nominal - x.over(x.rho)
+    tiny = torch.finfo(fmt.dtype).smallest_normal
+    flushed = torch.where((least < tiny) & (x.most > 0), math.sqrt(tiny), 0.0)
+    return torch.where(least >= 0, fmt.function(x.most.sqrt()) + flushed, math.inf)
+
+
+def _exponential(call: Call, base: Any, x: Value) -> Value:
+    """bˣ for a number b > 0: with B = max(b, 1/b) at most B^max|x|, and the slope is |ln b| bˣ."""
+    if not isinstance(base, (int, float)) or not 0 < base < math.inf:
+        raise NoAnswer("the base must be one positive number")
+    largest = _power(Upper(base) if base >= 1 else Upper(1) / base, float(x.magnitude))
+    return Value(call.shape, x.lip * largest * (abs(math.log(base)) * _ROUNDED), magnitude=largest, floor=0.0)
 
 
 def _of_root(energy: Origin) -> Upper:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds._registry import COUNTED, Call, Schur, rounding, rule
-from lipcert.bounds._rounding import exact
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Schur, rounding, rule
+from lipcert.bounds._rounding import Operand, exact, zeros
 from lipcert.bounds._value import Value, largest_row_sum
 from lipcert.bounds.rules.pooling import schur_norms
 from lipcert.graph import Node
 from lipcert.norms import dense_norm
-from lipcert.numerics import Upper
+from lipcert.numerics import Format, Upper
 
 
 def _taps(node: Node, operand: Node) -> float:
@@ -64,6 +65,54 @@ def interpolate(
     rows_bound = (1, x.rows[1] * sums) if x.rows is not None and x.rows[0] == 1 else None
     floor = 0.0 if positive and x.lowest >= 0 else -math.inf
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, rows=rows_bound, floor=floor)
+
+
+# Sums of the absolute weights of an axis, and of their derivatives in the position; bicubic weights have a = −3/4.
+_WEIGHTS = {"linear": (1.0, 2.0), "bilinear": (1.0, 2.0), "trilinear": (1.0, 2.0), "bicubic": (1.6, 5.0)}
+_NEIGHBOURS = {"linear": 2, "bilinear": 4, "trilinear": 8, "bicubic": 16}
+
+
+@rounding("interpolate")
+def interpolation_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Sums of neighbours with weights in the format, at positions that are computed in the arithmetic of sums.
+
+    A position is t = s(i + ½) − ½ or s·i, at most n, from a ratio s that is rounded: it errs by less than
+    δ = 8(n + 1)u. The interpolant is continuous in t, with a slope of at most D max|x| for D = Σ|w'|, also where t
+    crosses a neighbour; so along an axis it moves by at most Dδ max|x|, and the other axes multiply that by Σ|w| each.
+    A weight, the products and the sums of at most T neighbours err by γ of T + 16 roundings to the format, relative to
+    the product of Σ|w|. Nearest neighbours are exact where each position in float32 is off every whole number by
+    more than its error, or is computed exactly.
+    """
+    names = ("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias")
+    args = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    mode, x = args.get("mode", "nearest"), operands[0]
+    sizes = list(zip(x.nominal.shape[3:], node.shape[2:], strict=True))
+    if mode in ("nearest", "nearest-exact"):
+        factors = None if args.get("recompute_scale_factor") else args.get("scale_factor")
+        for axis, (n, m) in enumerate(sizes):
+            factor = factors[axis] if isinstance(factors, (tuple, list)) else factors
+            _check_nearest(n, m, n / m if factor is None else 1 / factor, mode)
+        return zeros(node, operands)
+    if mode not in _WEIGHTS or args.get("antialias"):
+        raise NoAnswer(f"the mode {mode}" + (" with antialias" if args.get("antialias") else ""))
+    total, slope = _WEIGHTS[mode]
+    dims = len(sizes)
+    most = x.most.amax(tuple(range(3, x.most.dim())), keepdim=True).expand(len(x.nominal), *node.shape)
+    off = sum(slope * 8 * (n + 1) * fmt.sum_unit for n, _ in sizes) * total ** (dims - 1)
+    count = _NEIGHBOURS[mode] + 16
+    size = total**dims * most
+    return fmt.safe(fmt.gamma(count) * size + off * most + 4 * count * fmt.smallest, size)
+
+
+def _check_nearest(n: int, m: int, scale: float, mode: str) -> None:
+    """Checks that m nearest neighbours of n are the same ones in float32."""
+    exact = scale * 1024 == int(scale * 1024) and max(n, m) < 2**12
+    if n == m or (m == 2 * n and mode == "nearest") or exact:
+        return
+    shift = 0.5 if mode == "nearest-exact" else 0.0
+    positions = [(i + shift) * scale for i in range(m)]
+    if any(abs(p - round(p)) <= (n + 1) * 2.0**-21 for p in positions if p):
+        raise NoAnswer("nearest neighbours that depend on rounding")
 
 
 @rule(F.unfold, linear=True, schur=COUNTED)

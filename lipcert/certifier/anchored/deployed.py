@@ -30,7 +30,7 @@ from torch import Tensor
 from lipcert.bounds import arguments, per_image
 from lipcert.certifier.anchored.gradients import margin_gradients
 from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
-from lipcert.certifier.anchored.network import Network, Stage
+from lipcert.certifier.anchored.network import Network, Stage, an_image, prepared, whole_modules
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization, Rounding
@@ -38,7 +38,7 @@ from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Ledger, verified_norms
 from lipcert.numerics import SAFETY, at_most, computed_l2_norm
-from lipcert.roundoff import Format, Gains, Operand, error_norm, local_error, passes
+from lipcert.roundoff import Format, Gains, Operand, deployed_graph, error_norm, passes
 
 # The radii at which rounding errors are bounded, relative to the radius in real arithmetic.
 _SHARES = (1.0, 0.7, 0.4, 0.2)
@@ -61,11 +61,13 @@ class DeployedAnchored:
     def __init__(self, model: Model, dtype: str | torch.dtype | Format, **options: Any):
         self.format = Format.of(dtype)
         settings = NormOptions(**options)
-        self.network = Network(model, casts=True, merged=True)
+        graph, self.format, refused = deployed_graph(model, self.format, an_image(model), whole_modules)
+        graph = prepared(graph, model, forms=False, deployed=True)
+        self.network = Network(model, graph=graph, deployed=True, merged=True)
         self.plan = NormPlan(self.network, anchored_pairs(self.network))
         spare = _WEIGHINGS * ROUNDS * weighable(self.network)
         self.finder = NormFinder(self.network, self.plan, settings, spare=spare)
-        self.ranges = Gains(self.network.graph, model, self.format)
+        self.ranges = Gains(self.network.graph, model, self.format, refused)
 
     @property
     def count(self) -> int:
@@ -283,5 +285,5 @@ class _Measuring(Rounding):
             return self.zero
         unlimited = torch.full_like(self.zero, math.inf)
         operands = [Operand(self.at.values[u], self.moved[u], unlimited) for u in node.operands]
-        self.measured.local[node] = local_error(node, operands, self.ranges.format)
+        self.measured.local[node] = self.ranges.error(node, operands)
         return error_norm(self.measured.local[node])

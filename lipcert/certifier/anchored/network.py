@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipcert.bounds import NoAnswer, Remainder, arguments, canonical_forms, kept_whole, refusal, remainder_of
 from lipcert.errors import InputError, UnsupportedOperation, WrongDerivative
@@ -59,28 +59,33 @@ def an_image(model: Model) -> Tensor:
     return pixels.to(model.device, model.dtype)
 
 
-def recorded(model: Model, *, casts: bool = False) -> Graph:
+def recorded(model: Model) -> Graph:
     """The captured network; modules with remainder rules are kept whole."""
-    return capture(model, an_image(model), lambda module: kept_whole(module, "remainder"), casts=casts)
+    return capture(model, an_image(model), whole_modules)
 
 
-def prepared(graph: Graph, model: Model, *, forms: bool, casts: bool = False) -> Graph:
+def whole_modules(module: nn.Module) -> bool:
+    """Whether a module has a remainder rule."""
+    return kept_whole(module, "remainder")
+
+
+def prepared(graph: Graph, model: Model, *, forms: bool, deployed: bool = False) -> Graph:
     """The network as it is linearised.
 
-    Attention is written out, and so are max and min, unless casts are recorded: then they are exact, as they are. With
+    Attention is written out, and so are max and min, but not of a deployed network, where they are exact. With
     ``forms``, operations stand in place of what implements them.
     """
     if forms:
         graph = canonical_forms(graph, "remainder", examples(an_image(model)))
     graph = explicit_attention(graph, model.device)
-    return needed(graph if casts else explicit_maxima(graph))
+    return needed(graph if deployed else explicit_maxima(graph))
 
 
 class Network:
     """A captured network, divided into stages after the perturbed value.
 
     Attributes:
-        casts: whether the casts inside the network are recorded.
+        deployed: whether rounding errors of the operations are bounded, as they are recorded.
         source: the perturbed value.
         rules: the remainder rule of every nonlinear operation after it, in order.
         stages: the stages, in order.
@@ -96,14 +101,14 @@ class Network:
         model: Model,
         *,
         at: str | int | Node | None = None,
-        casts: bool = False,
+        deployed: bool = False,
         graph: Graph | None = None,
         merged: bool = False,
     ):
-        self.model, self.casts = model, casts
+        self.model, self.deployed = model, deployed
         example = an_image(model)
         if graph is None:  # ``at`` may name a value inside a form
-            graph = prepared(recorded(model, casts=casts), model, forms=not casts and at is None, casts=casts)
+            graph = prepared(recorded(model), model, forms=at is None)
         self.replay = Replay(needed(graph))
         self.graph = self.replay.graph
         self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input
@@ -121,7 +126,7 @@ class Network:
         self.head = self._head()
         self.chains = Chains(self.replay, self.source)
         self.local = OperationRounding(self.chains)
-        if not casts and self.graph.output not in _CHECKED:
+        if not deployed and self.graph.output not in _CHECKED:
             self._check_derivatives(example)
             _CHECKED.add(self.graph.output)
 

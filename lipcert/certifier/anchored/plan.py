@@ -79,7 +79,7 @@ class NormPlan:
             elif a is not b:
                 self.unconnected.add((a, b))
         self.loose = self._features()
-        self.covered = frozenset() if network.casts else self._covered()
+        self.covered = frozenset() if network.deployed else self._covered()
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.columns = [(v, u) for v, u in self.pairs if self._summed(v) and network.affine_path(v, u)]

@@ -1,0 +1,131 @@
+"""How a network computes the constants of its operations: tensors that do not depend on the image."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lipcert.graph._composed import parts_of
+from lipcert.graph._graph import Node, canonical
+from lipcert.graph._signatures import placed
+from lipcert.graph._witness import write_count
+from lipcert.numerics import spelled_out
+
+# A constant that is not computed from others, such as ``torch.arange(9)``; its only argument is its value.
+MADE = "a new tensor"
+# The same, made by something that is not recorded.
+UNKNOWN = "a tensor of unknown origin"
+
+
+class Constants(TorchFunctionMode):
+    """Records the operations between tensors that do not depend on the image.
+
+    Args:
+        module: the network. Views of its parameters and buffers are weights, not constants that are computed.
+        tracks: whether arguments contain a value that depends on the image.
+        path: the path of the module that is running.
+    """
+
+    def __init__(self, module: nn.Module, tracks: Callable[[Any], bool], path: Callable[[], str]):
+        super().__init__()
+        self.tracks, self.path = tracks, path
+        self.held = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        self.made: dict[int, tuple[Tensor, int, Node]] = {}
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.tracks((args, kwargs)):
+            return function(*args, **kwargs)
+        given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        call = spelled_out(function, *self.sources((args, kwargs)))
+        outcome = function(*args, **kwargs)
+        if (parts := parts_of(canonical(function), args, kwargs)) is not None and isinstance(outcome, Tensor):
+            with self:
+                self.same(outcome, parts(*args, **kwargs))
+        elif not any(outcome is tensor for tensor in given):
+            self.remember(*call, outcome)
+        return outcome
+
+    def remember(self, function: Callable[..., Any], args: Any, kwargs: Any, outcome: Any) -> None:
+        """Notes what computed the tensors of an outcome. One that was written to is a tensor of unknown origin."""
+        several = isinstance(outcome, (tuple, list))
+        results = list(outcome) if several else [outcome]
+        if not any(isinstance(result, Tensor) and self.is_new(result) for result in results):
+            return
+        op = canonical(function)
+        if op == "rpow":
+            function, op, args = torch.pow, "pow", args[::-1]
+        args, kwargs = placed(function, op, args, kwargs, lambda value: isinstance(value, (Node, Tensor)))
+        node = Node(op, function, args, kwargs, self.path())
+        fresh = not node.operands and not any(isinstance(leaf, Tensor) for leaf in _leaves((args, kwargs)))
+        for index, result in enumerate(results):
+            if not isinstance(result, Tensor) or not self.is_new(result):
+                continue
+            shape, dtype = tuple(result.shape), result.dtype
+            if fresh:
+                made = Node(MADE, function, (result,), {}, node.path, shape, dtype=dtype)
+            elif several:
+                made = Node("part", operator.getitem, (node, index), {}, node.path, shape, dtype=dtype)
+            else:
+                node.shape, node.dtype, made = shape, dtype, node
+            self.made[id(result)] = result, write_count(result), made
+
+    def same(self, tensor: Tensor, other: Tensor) -> None:
+        """Notes that a tensor holds the numbers of another, in a wider type."""
+        if self.is_new(other):
+            self.made[id(tensor)] = tensor, write_count(tensor), self.source(other)
+
+    def is_new(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in self.held
+
+    def sources(self, tree: Any) -> Any:
+        """Arguments with the nodes of computed tensors in their place."""
+        if isinstance(tree, Tensor):
+            return self.source(tree) if self.is_new(tree) else tree
+        if isinstance(tree, (tuple, list)):
+            mapped = [self.sources(item) for item in tree]
+            return mapped if isinstance(tree, list) else tuple(mapped)
+        if isinstance(tree, dict):
+            return {key: self.sources(item) for key, item in tree.items()}
+        return tree
+
+    def source(self, tensor: Tensor) -> Node:
+        """The operation that computed a tensor."""
+        _, writes, node = self.made.get(id(tensor), (None, -1, None))
+        if node is None or writes != write_count(tensor):
+            return Node(UNKNOWN, torch.clone, (tensor,), {}, self.path(), tuple(tensor.shape), dtype=tensor.dtype)
+        return node
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    for item in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(item, (tuple, list, dict)):
+            yield from _leaves(item)
+        else:
+            yield item
+
+
+@contextmanager
+def without_caches(module: nn.Module) -> Iterator[None]:
+    """Inside the block the dictionaries of tensors that modules fill while they run are empty."""
+    kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for part in module.modules():
+        for name, value in vars(part).items():
+            own = not name.startswith("_") and type(value) is dict and value
+            if own and all(isinstance(item, Tensor) for item in value.values()):
+                kept.append((value, dict(value)))
+                value.clear()
+    try:
+        yield
+    finally:
+        for cache, entries in kept:
+            cache.clear()
+            cache.update(entries)
