@@ -1,6 +1,6 @@
-"""Programs from torch's whole tensor API, odd arguments, kernels: each is refused, or attacked.
+"""Programs from torch's whole tensor API, odd arguments, kernels, scales: each is refused, or attacked.
 
-    python -m benchmarks.fuzz --programs 20000 --arguments 20000 --kernels 30000 --rows fuzz.jsonl
+    python -m benchmarks.fuzz --programs 20000 --arguments 20000 --kernels 30000 --scales 5000
 
 writes a line a network to the rows, goes on after those that are there, and sums up in benchmarks/results. Networks
 that do not run in plain PyTorch, in float32 and in float64, are left out and not counted. The outcome of a network is
@@ -14,7 +14,8 @@ the worst over methods and types:
 * died, too long: the process ended, or ran for minutes, in torch or in lipcert.
 
 Kernels of single operations are compared with their rounding rules (:mod:`benchmarks._kernels`). The summary has the
-largest share of a bound that an error used, by operation and type.
+largest share of a bound that an error used, by operation and type. A network at another scale that has a larger radius
+counts as false (:mod:`benchmarks._scales`).
 
 ``--inflate 2 --rows other.jsonl --results other.json`` shows what the attacks can find: how many radii, made twice as
 large, they break. ``--show program:17`` prints what a seed draws, and examines it.
@@ -40,11 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import _arguments, _judge, _kernels, _programs
+from benchmarks import _arguments, _judge, _kernels, _programs, _scales
 from benchmarks._env import environment
 from benchmarks._judge import OUTCOMES, Runner, Subject, examine
 
-KINDS = ("program", "argument", "kernel")
+KINDS = ("program", "argument", "kernel", "scale")
 _FAILED = ("false", "traceback", "died", "too long")
 _COUNTED = (*_FAILED, "held", "zero", "refused")
 _LONGEST = 180.0
@@ -105,10 +106,10 @@ def _with_near_ones(plain: Subject) -> Subject:
 def look(kind: str, seed: int) -> dict[str, Any]:
     """A row for one seed."""
     started = time.process_time()
-    if kind in ("argument", "kernel"):
+    if kind in ("argument", "kernel", "scale"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            row = _arguments.look(seed) if kind == "argument" else _kernels.look(seed)
+            row = {"argument": _arguments, "kernel": _kernels, "scale": _scales}[kind].look(seed)
         return {**row, "seconds": round(time.process_time() - started, 3)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -243,6 +244,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=20_000, help="go on until so many programs are counted")
     parser.add_argument("--arguments", type=int, default=20_000, help="the same of calls with odd arguments")
     parser.add_argument("--kernels", type=int, default=30_000, help="the same of kernels against rounding rules")
+    parser.add_argument("--scales", type=int, default=5_000, help="the same of networks at other scales")
     parser.add_argument("--rows", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--workers", type=int, default=1, help="processes")
@@ -265,7 +267,7 @@ def main() -> None:
     if args.redo:
         rows = [row for row in rows if row["outcome"] not in _FAILED]
         args.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    wanted = {"program": args.programs, "argument": args.arguments, "kernel": args.kernels}
+    wanted = {"program": args.programs, "argument": args.arguments, "kernel": args.kernels, "scale": args.scales}
     counted = collections.Counter(row["kind"] for row in rows if row["outcome"] in _COUNTED)
     done = {(row["kind"], row["seed"]) for row in rows}
     code = _code()
@@ -289,7 +291,7 @@ def main() -> None:
     seconds = round(sum(row.get("seconds", 0.0) for row in rows))
     summary = {**summarise(rows), "seconds": seconds, "environment": environment()}
     args.results.write_text(json.dumps(summary, indent=1) + "\n")
-    for name in ("programs", "arguments", "kernels"):
+    for name in ("programs", "arguments", "kernels", "scales"):
         print(name, summary[name])
     for name, line in {
         **summary["largest_shares"],

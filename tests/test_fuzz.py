@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lipcert
-from benchmarks import _judge, _kernels, _programs, fuzz
+from benchmarks import _judge, _kernels, _programs, _scales, fuzz
 from lipcert.certifier import Certifier
 from lipcert.errors import UnsupportedOperation
 
@@ -134,6 +134,8 @@ def test_a_run_goes_on_where_it_stopped(monkeypatch, tmp_path):
             str(programs),
             "--kernels",
             "3",
+            "--scales",
+            "3",
             "--rows",
             str(rows),
             "--results",
@@ -162,3 +164,20 @@ def test_kernels_stay_within_their_rounding_rules(monkeypatch):
     bound = _kernels.local_error
     monkeypatch.setattr(_kernels, "local_error", lambda *args: bound(*args) / 10)
     assert any(fuzz.look("kernel", row["seed"])["outcome"] == "false" for row in held if row["share"] > 0.5)
+
+
+def test_networks_at_other_scales_have_no_larger_radii(monkeypatch):
+    rows = [fuzz.look("scale", seed) for seed in range(3)]
+    assert {row["outcome"] for row in rows} == {"held"}
+    certify = _scales.radii
+    powers = iter(range(100))
+
+    def larger(network, images):
+        factor = 1 + 1e-5 * next(powers)
+        return {
+            name: answer if isinstance(answer, str) else (answer[0], [x * factor for x in answer[1]])
+            for name, answer in certify(network, images).items()
+        }
+
+    monkeypatch.setattr(_scales, "radii", larger)
+    assert fuzz.look("scale", 0)["outcome"] == "false"
