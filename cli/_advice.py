@@ -68,9 +68,10 @@ def advise(status: Status) -> Advice:
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if loose:
-        reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier"
+        reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about ten "
+        reason += "minutes at most; run again, it continues"
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
-        sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100"]
+        sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100", "--time-budget", "10m"]
         return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason)
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
         train = ["--data", status.data or "TRAIN", *status.lists, "--eps", status.eps]

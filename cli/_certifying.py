@@ -73,6 +73,7 @@ def run(
     shard: tuple[int, int] | None,
     out: Path | None,
     keep: bool,
+    until: float,
     data: str | None,
     lists: Mapping[str, Any],
     limit: int | None,
@@ -105,6 +106,7 @@ def run(
         shard is not None,
         fail_under,
         keep and out is None and parts == 1,
+        until,
     )
     with torchrun():
         if several_models:
@@ -143,6 +145,7 @@ class _Plan:
     sharded: bool
     fail_under: float | None
     keep: bool  # rows in a file that is named after the model
+    until: float  # when to stop, by the monotonic clock
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     outcomes = []
     for asked in plan.settings:
         earlier = [out] if out else sorted(Path().glob(f"{stem}*.jsonl")) if plan.keep else []
-        choice = _sigma_choice(loaded, asked, images, earlier, processes) if asked.sigma == AUTO else None
+        choice = _sigma_choice(loaded, asked, images, earlier, processes, plan.until) if asked.sigma == AUTO else None
         settings = asked if choice is None else replace(asked, eps=cast(Any, asked.eps_typed), sigma=choice["sigma"])
         path = out
         if len(plan.settings) > 1:
@@ -224,7 +227,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
 
 
 def _sigma_choice(
-    loaded: Model, asked: CertifySettings, images: Images, files: Sequence[Path], processes: Processes
+    loaded: Model, asked: CertifySettings, images: Images, files: Sequence[Path], processes: Processes, until: float
 ) -> dict[str, Any]:
     """σ for ``--sigma auto`` with its record: chosen on images outside the run, or as the earlier run chose it."""
     for path in files:
@@ -232,7 +235,10 @@ def _sigma_choice(
             if (earlier := sigma_choice_of(path, asked, weights_hash(loaded))) is not None:
                 say(f"sigma: {earlier['sigma']:g}, as chosen for {path}")
                 return earlier
-    others = images.others(CHOOSING)
+    # A third of the time is for the choice, and a third of that for one σ.
+    end = time.monotonic() + (until - time.monotonic()) / 3
+    affordable = min((end - time.monotonic()) / 3 / DRAWS / _seconds_a_draw(loaded), CHOOSING)
+    others = images.others(max(LEAST, int(affordable)))
     if others is None:
         raise InputError(
             "--sigma auto needs images outside the run, and there are none: set --limit, or give --sigma a number"
@@ -250,6 +256,7 @@ def _sigma_choice(
                 others.labels,
                 asked,
                 indices=others.indices,
+                deadline=end,
                 progress=lambda line: update(0, None, f"choosing sigma: {line}"),
             )
     except KeyboardInterrupt as error:
@@ -301,6 +308,8 @@ def _certify_with(
         if rows:
             say(f"{file}: continuing after {rows} images")
 
+    if not isinstance(certifier, Certifier):
+        certifier.deadline = plan.until
     with progress("certifying", len(images)) as update:
         done = 0
         total: int | None = len(images)
@@ -313,7 +322,7 @@ def _certify_with(
         certifier.watch = lambda method, within: update(done, total, f"certifying: {method}")
         if file is None:
             started(0)
-            tally = certify_in_memory(certifier, images, counted, plan.workers)
+            tally = certify_in_memory(certifier, images, counted, plan.workers, plan.until)
         else:
             tally = certify_to_file(
                 certifier,
@@ -326,13 +335,22 @@ def _certify_with(
                 started=started,
                 progress=counted,
                 workers=plan.workers,
+                deadline=plan.until,
             )
+    undecided = 0 if isinstance(certifier, Certifier) else sum(map(certifier.undecided, tally.rows))
+    if plan.until < math.inf and plan.parts == 1 and (undecided or len(tally) < len(images)):
+        more = f", {undecided} of them undecided" if undecided else ""
+        say(f"time: stopped after {len(tally)} of {len(images)} images{more}; the same command continues")
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")
     path = file if file is None or processes.count > 1 else shard_path(file, plan.part, plan.parts)
     bound = None if certifier.bound is None else certifier.bound.log10
-    run = Run(path or Path("results"), summary(description, tally, complete=True), tally.rows)
+    run = Run(
+        path or Path("results"),
+        summary(description, tally, complete=plan.parts > 1 or len(tally) >= len(images)),
+        tally.rows,
+    )
     return _Outcome(label, run, path, bound)
 
 

@@ -1,6 +1,7 @@
 """Parses the texts of options."""
 
 import ast
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,18 @@ def parse_shard(text: str) -> tuple[int, int]:
     if slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
         return int(part) - 1, int(parts)
     raise InputError(f"--shard takes a part and the number of parts, such as 2/5, got {text!r}")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds: ``90``, ``90s``, ``10m`` or ``1.5h``."""
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
+    try:
+        seconds = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InputError(f"--time-budget takes a duration, such as 10m, 90s or 1h, got {text!r}")
+    return seconds
 
 
 def read_names(path: Path) -> list[str]:

@@ -21,6 +21,7 @@ import lipcert
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import buffers_hash, weights_hash
+from lipcert.results import read_run
 from lipcert.smoothing import Denoised, Smoothing, _noise, clopper_pearson, normal, quantile, radius, robbins
 from lipcert.smoothing._binomial import probability, rejects, tail
 from lipcert.smoothing._normal import cdf, needed
@@ -573,3 +574,33 @@ def test_the_denoised_network_is_what_is_smoothed() -> None:
     images = torch.rand(2, *lipcert.load(None).input_size)
     model = lipcert.load(None).double()
     torch.testing.assert_close(Denoised(model, Half())(images.double()), model(images.double() / 2))
+
+
+def test_draws_are_added_to_those_of_undecided_images(tmp_path: Path) -> None:
+    """Those that a smaller --samples left open go on from there, and verify confirms the rows."""
+    run = ("--sigma", "0.25", "--limit", "8", "bundled")
+
+    assert certified(tmp_path, *run, "--samples", "40", "--out", "r.jsonl")[0] == 0
+    first = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert any(row["samples"] == 40 and not row["certified"] for row in first)
+    assert certified(tmp_path, *run, "--samples", "400", "--out", "r.jsonl")[0] == 0
+    assert certified(tmp_path, *run, "--samples", "400", "--out", "whole.jsonl")[0] == 0
+    after = read_run(tmp_path / "r.jsonl").rows
+    assert sorted(row["index"] for row in after) == sorted(row["index"] for row in first)
+    assert all(
+        row["samples"] > 40 for row in after if row["index"] in {r["index"] for r in first if r["samples"] == 40}
+    )
+    assert read_run(tmp_path / "whole.jsonl").certified == read_run(tmp_path / "r.jsonl").certified
+    assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
+
+
+def test_a_time_budget_keeps_what_is_done(tmp_path: Path) -> None:
+    run = ("--sigma", "0.25", "--limit", "40", "bundled", "--out", "r.jsonl")
+    code, _, said = certified(tmp_path, *run, "--time-budget", "0.001s")
+    assert code == 0
+    assert "time: stopped after 1 of 40 images" in said
+    assert json.loads((tmp_path / "r.summary.json").read_text())["complete"] is False
+    assert certified(tmp_path, *run, "--time-budget", "1h")[0] == 0
+    assert json.loads((tmp_path / "r.summary.json").read_text())["complete"] is True
+    assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
+    assert "takes a duration" in certified(tmp_path, *run, "--time-budget", "soon")[2]

@@ -76,7 +76,7 @@ class ResultFile:
         check_name(self.path)
         self.summary_path = summary_path(self.path)
         self.description = dict(description)
-        self._unfinished = False  # whether the file is of an earlier, larger run that was stopped
+        self.unfinished = False  # whether the file is of an earlier, larger run that was stopped
         self._file = -1
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,15 +87,18 @@ class ResultFile:
                 rows = _standing(rows, earlier.summary.get("data") or {}, images, self.path)
                 self.description["data"] = {**self.description["data"], "images": images.total}
                 self.description["data"] |= {"removed": images.removed} if images.removed else {}
-            if earlier is not None and (len(rows) < len(earlier) or earlier.size < self.path.stat().st_size):
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            if len(lines) != len(rows) or any(not line.endswith(b"\n") for line in lines[-1:]):
                 with replacing(self.path) as partial:
                     partial.write_bytes(b"".join(map(_line, rows)))
                 self._open()
             if earlier is not None and "limit" in self.description:  # keep rows of an earlier, larger run
                 limits: list[Any] = [summary.get("limit") for summary in (earlier.summary, self.description)]
                 widest = None if None in limits else max(limits)
-                self._unfinished = widest != self.description["limit"] and not earlier.summary.get("complete")
+                self.unfinished = widest != self.description["limit"] and not earlier.summary.get("complete")
                 self.description["limit"] = widest
+            if earlier is not None and "samples" in self.description:
+                self.description["samples"] = max(self.description["samples"], earlier.summary["samples"])
             self.tally = Tally(rows)
             self.done = {row["index"] for row in self.tally.rows}
             self._write_summary(complete=False)
@@ -110,7 +113,7 @@ class ResultFile:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._write_summary(complete=kind is None and not self._unfinished)
+            self._write_summary(complete=kind is None and not self.unfinished)
         except InputError:
             if kind is None:  # otherwise the first error says what is wrong
                 raise
@@ -120,6 +123,9 @@ class ResultFile:
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row, which another process can read at once."""
         line = _line(row)
+        if row["index"] in self.done:  # more draws of an image
+            place = next(i for i, other in enumerate(self.tally.rows) if other["index"] == row["index"])
+            line = line if row["samples"] > self.tally.rows.pop(place)["samples"] else b""
         try:
             if os.write(self._file, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -307,6 +307,13 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     different += [key for key in _VERSIONS if before.get(key) != now.get(key)]
     if not same_logits(earlier.get("example_logits"), current.get("example_logits")):
         different.append("logits on the example images")
+    if different == ["samples"] and not current["all_samples"]:  # a confidence sequence goes on after any draw
+        different = []
+    if different == ["samples"]:
+        raise InputError(
+            f"{path}: the bound of --all-samples is for a number of draws fixed in advance, so none can be added; give "
+            "another --out, or the same --samples"
+        )
     if different == ["eps"]:
         typed = current.get("eps_typed", current["eps"])
         certify = "give another --out"
@@ -343,7 +350,8 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     whole = content[: content.rfind(b"\n") + 1]
-    rows = []
+    rows: list[Mapping[str, Any]] = []
+    places: dict[int, int] = {}
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             row = json.loads(line)
@@ -351,7 +359,11 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
         except DAMAGED as error:
             reason = f"it has no {error}" if isinstance(error, KeyError) else error
             raise InputError(_NO_RESULT.format(number, path, reason)) from error
-        rows.append(row)
+        place = places.setdefault(row["index"], len(rows))
+        if place < len(rows) and row.get("samples", 0) > rows[place].get("samples", math.inf):
+            rows[place] = row  # with more draws of the same image
+        else:
+            rows.append(row)
     if mixed(rows):
         raise InputError(f"{path} mixes rows that do not belong together; certify the images again, into another file")
     return Run(path, summary, rows, len(whole))

@@ -8,6 +8,8 @@ an eighth of the images, so that processes get similar numbers of images.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,10 @@ from lipcert.results._parallel import certified, workers_for
 from lipcert.results._reading import read_rows, summary_path
 from lipcert.results._rows import rows
 from lipcert.results._statistics import Tally
+from lipcert.smoothing import Smoothing
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier
-    from lipcert.smoothing import Smoothing
 
 Progress = Callable[[int, "int | None"], None]
 
@@ -57,6 +59,7 @@ class Remaining:
 
     Attributes:
         length: number of rows still to compute.
+        stopped: whether blocks are left because they would end after the deadline, by the monotonic clock.
     """
 
     def __init__(
@@ -67,7 +70,11 @@ class Remaining:
         part: int = 0,
         parts: int = 1,
         workers: int | None = 0,
+        deadline: float = math.inf,
     ):
+        self.deadline = deadline
+        self.pace: float | None = None  # seconds for an image
+        self.stopped = False
         self.workers = workers_for(certifier, workers)
         self.certifier = certifier
         self.images = images
@@ -79,6 +86,7 @@ class Remaining:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Certifies block after block and yields the rows of images that had none."""
         for batch, certificates, seconds in certified(self.certifier, self._blocks(), self.workers, self.length):
+            self.pace = seconds / len(batch)
             for row in rows(batch, certificates, seconds):
                 if row["index"] not in self.done:
                     yield row
@@ -86,16 +94,25 @@ class Remaining:
     def _blocks(self) -> Iterator[Batch]:
         # Only whole blocks remain, so these batches are exactly those blocks.
         remaining = frozenset(index for block in self.blocks for index in block)
-        yield from self.images.batches([len(block) for block in self.blocks], only=remaining)
+        for batch in self.images.batches([len(block) for block in self.blocks], only=remaining):
+            ahead = 0.0 if isinstance(self.certifier, Smoothing) else (self.pace or 0.0) * len(batch)
+            if self.pace is not None and time.monotonic() + ahead > self.deadline:
+                self.stopped = True
+                return
+            yield batch
 
 
 def certify_in_memory(
-    certifier: Certifier | Smoothing, images: Images, progress: Progress | None = None, workers: int | None = 0
+    certifier: Certifier | Smoothing,
+    images: Images,
+    progress: Progress | None = None,
+    workers: int | None = 0,
+    deadline: float = math.inf,
 ) -> Tally:
     """Certifies all images and returns only the counts and rows in memory."""
     tally = Tally()
     try:
-        _collect(Remaining(certifier, images, workers=workers), tally.add, progress)
+        _collect(Remaining(certifier, images, workers=workers, deadline=deadline), tally.add, progress)
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept with --no-out") from error
     return tally
@@ -113,8 +130,12 @@ def certify_to_file(
     started: Callable[[int], None] | None = None,
     progress: Progress | None = None,
     workers: int | None = 0,
+    deadline: float = math.inf,
 ) -> Tally:
     """Certifies the images that have no row yet, in this file or in a shard's file, and writes their rows.
+
+    Images whose draws have not decided the verdict get more draws, up to the maximum number. No block begins that would
+    end after the deadline, by the monotonic clock.
 
     Each part of a run writes its own file. A run in one part first absorbs the rows of shard files in the same folder.
     Processes of torchrun merge their rows at the end, in the order of the data set.
@@ -129,13 +150,22 @@ def certify_to_file(
             raise InputError(f"{out} has parts with rows about other images ({len(changed)}); give another --out")
         if parts == 1:
             file.absorb(elsewhere, images.order)
+        undecided: set[int] = set()
+        if isinstance(certifier, Smoothing):
+            undecided = {row["index"] for row in file.tally.rows if certifier.undecided(row)}
+            certifier.earlier = {
+                row["index"]: (row["predicted"], row["count"], row["samples"], row.get("selected", 0))
+                for row in file.tally.rows
+            }
         finished = processes.gather({*file.done, *(row["index"] for row in elsewhere)})
-        done = frozenset().union(*finished)
+        done = frozenset().union(*finished) - undecided
         if started is not None:
             started(len(done))
         before = len(file.tally)
         try:
-            _collect(Remaining(certifier, images, done, part, parts, workers), file.append, progress)
+            remaining = Remaining(certifier, images, done, part, parts, workers, deadline)
+            _collect(remaining, file.append, progress)
+            file.unfinished |= remaining.stopped
         except KeyboardInterrupt as error:
             raise Interrupted(
                 f"interrupted after {len(file.tally) - before} images; {shard} keeps {len(file.tally)} rows, "

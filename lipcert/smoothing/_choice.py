@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,6 +47,7 @@ def choose_sigma(
     *,
     indices: Sequence[int] | None = None,
     progress: Callable[[str], None] | None = None,
+    deadline: float = math.inf,
     **settings: object,
 ) -> SigmaChoice:
     """Chooses σ for method smoothing, so that many images are certified at ε.
@@ -63,6 +65,7 @@ def choose_sigma(
         eps: ε in ℓ2, or all settings.
         indices: positions of the images in their data set, which determine their noise; 0 to N − 1 by default.
         progress: called with a line for each σ.
+        deadline: when to try no further σ, by the monotonic clock.
         **settings: other fields of :class:`lipcert.certifier.CertifySettings` for method smoothing.
 
     Raises:
@@ -92,7 +95,7 @@ def choose_sigma(
 
     best = _FIRST
     for way in (-1, 1):
-        while 0 <= best + way < len(_RATIOS) and share(best + way) > share(best):
+        while 0 <= best + way < len(_RATIOS) and time.monotonic() < deadline and share(best + way) > share(best):
             best += way
     share(best)
     return SigmaChoice(max(shares, key=lambda sigma: shares[sigma]), shares, len(images), labels is not None)

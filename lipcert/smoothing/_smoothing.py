@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -76,6 +78,9 @@ class Smoothing:
 
     # Attributes that certifiers of the network itself use; they are not used here.
     bound = None
+    # When to stop drawing, by the monotonic clock, and the class, count, samples and selection of images by index.
+    deadline = math.inf
+    earlier: Mapping[int, tuple[int, int, int, int]] = MappingProxyType({})
     watch: Callable[[str, float], None] | None = None
 
     @takes(CertifySettings)
@@ -142,7 +147,8 @@ class Smoothing:
             InputError: images or labels are not valid, or a single draw does not fit into memory.
         """
         numbers = range(len(images)) if indices is None else indices
-        return self._run(images, labels, numbers, [Votes(self.plan, self.classes) for _ in numbers])
+        votes = [Votes(self.plan, self.classes, earlier=self.earlier.get(index)) for index in numbers]
+        return self._run(images, labels, numbers, votes)
 
     @torch.no_grad()
     def again(self, batch: Batch, claimed: Sequence[tuple[int, int]]) -> SmoothedCertificates:
@@ -169,7 +175,7 @@ class Smoothing:
             check_labels(labels, len(images), self.classes)
         pixels = images.to(self.model.device, torch.float32)
         drawn = 0
-        while pending := [i for i, vote in enumerate(votes) if vote.requested]:
+        while pending := [i for i, vote in enumerate(votes) if vote.requested and not self._late(vote)]:
             if self.watch is not None:
                 self.watch(f"{SMOOTHING}, {drawn:,} draws", float(len(votes) - len(pending)))
             drawn += sum(len(votes[i].requested) for i in pending)
@@ -194,6 +200,16 @@ class Smoothing:
             samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
         )
+
+    def _late(self, vote: Votes) -> bool:
+        """Whether drawing stops here; a fixed number of draws is of no use before its end."""
+        return time.monotonic() > self.deadline and vote.chosen >= 0 and not self.plan.all_samples
+
+    def undecided(self, row: Mapping[str, Any]) -> bool:
+        """Whether more draws may decide the verdict of an image, given its row."""
+        if self.plan.all_samples or "count" not in row or row["samples"] >= self.plan.samples:
+            return False
+        return not self.plan.decides(row["count"], row["samples"])
 
     def _classes(self, requests: Requests) -> list[NDArray[np.int64]]:
         """The class of each draw, -1 if a logit is NaN: one array per image."""

@@ -79,14 +79,28 @@ class Votes:
         selected: number of draws for the selection.
     """
 
-    def __init__(self, plan: Plan, classes: int, claimed: tuple[int, int] | None = None):
-        """Starts without draws; ``claimed`` fixes the class and the number of samples to count again."""
+    def __init__(
+        self,
+        plan: Plan,
+        classes: int,
+        claimed: tuple[int, int] | None = None,
+        earlier: tuple[int, int, int, int] | None = None,
+    ):
+        """Starts without draws; ``claimed`` fixes the class and the number of samples to count again.
+
+        With ``earlier`` it goes on after draws whose class, count, samples and selection are known. The confidence
+        sequence holds at all numbers of draws at once, so it holds also where drawing stops and goes on again.
+        """
         self.plan = plan
         self.chosen = self.predicted = -1
         self.count = self.samples = self.selected = 0
         self._won = np.zeros(classes, dtype=np.int64)
         self.requested = range(SELECTION if plan.all_samples else min(_STEP, SELECTION))
         self._claimed = claimed
+        if earlier is not None and not plan.all_samples:
+            self.chosen, self.count, self.samples, self.selected = earlier
+            self.predicted = self.chosen
+            self._want(0 if plan.decides(self.count, self.samples) else max(_STEP, self.samples // 4))
 
     def take(self, classes: NDArray[np.int64]) -> None:
         """Counts the requested draws, given the class of each; -1 means no class."""
