@@ -13,6 +13,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,18 +151,18 @@ def _projection(kind: Any, r: random.Random) -> Drawn:
 OPERATIONS: dict[str, Callable[[random.Random], Drawn]] = {
     "linear": _linear,
     "matmul": _product,
-    **{f"conv{d}d": lambda r, d=d: _conv(d, False, r) for d in (1, 2, 3)},
-    **{f"conv_transpose{d}d": lambda r, d=d: _conv(d, True, r) for d in (1, 2, 3)},
+    **{f"conv{d}d": partial(_conv, d, False) for d in (1, 2, 3)},
+    **{f"conv_transpose{d}d": partial(_conv, d, True) for d in (1, 2, 3)},
     **{
-        kind: lambda r, kind=kind: _normalisation(kind, r)
+        kind: partial(_normalisation, kind)
         for kind in ("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm")
     },
-    "avg_pool": lambda r: _pool(False, r),
-    "adaptive_avg_pool": lambda r: _pool(True, r),
-    **{name: lambda r, name=name: _reduced(name, r) for name in ("sum", "mean", "vector_norm")},
-    **{name: lambda r, name=name: _softmax(name, r) for name in ("softmax", "log_softmax", "normalize")},
+    "avg_pool": partial(_pool, False),
+    "adaptive_avg_pool": partial(_pool, True),
+    **{name: partial(_reduced, name) for name in ("sum", "mean", "vector_norm")},
+    **{name: partial(_softmax, name) for name in ("softmax", "log_softmax", "normalize")},
     **{
-        str(key_of(function)): lambda r, function=function: _entrywise(function, r)
+        str(key_of(function)): partial(_entrywise, function)
         for function in (*(f for f in ACTIVATIONS if not isinstance(f, str)), F.gelu, F.elu, F.softplus, torch.square)
     },
     "gelu, tanh": lambda r: _entrywise(lambda x: F.gelu(x, approximate="tanh"), r),
@@ -175,7 +176,7 @@ OPERATIONS: dict[str, Callable[[random.Random], Drawn]] = {
     "mul": lambda r: _pair(torch.mul, r),
     "addcmul": lambda r: _pair(lambda x, y: torch.addcmul(x, y, x, value=-0.7), r),
     **{
-        kind.__name__: lambda r, kind=kind: _projection(kind, r)
+        kind.__name__: partial(_projection, kind)
         for kind in (LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, GroupLayerProject)
     },
     "GroupSmoothProject": lambda r: _projection(GroupSmoothProject, r),

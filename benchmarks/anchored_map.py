@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,7 +174,8 @@ def main() -> None:
     args = parser.parse_args()
     model = lipcert.load(args.model).double().requires_grad_(False)
     method = Anchored(model)
-    network, rows = method.network, []
+    network = method.network
+    rows: list[dict[str, Any]] = []
     for batch in open_images(args.data, model, limit=args.images).batches(1):
         one = Map(method, batch.images.double(), args.steps)
         print(f"radius {one.eps:.4f}, limit {one.limit:.4f}", flush=True)

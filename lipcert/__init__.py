@@ -88,14 +88,14 @@ class _WithTimm:
                 execute(module)
                 importlib.import_module("lipcert.networks")
 
-            spec.loader.exec_module = run
+            spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
 
 
 if "timm" in sys.modules:
     importlib.import_module("lipcert.networks")
 else:
-    sys.meta_path.insert(0, _WithTimm())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _WithTimm())
 
 
 def __dir__() -> list[str]:

@@ -86,8 +86,3 @@ def test_specformer_grows_as_in_table_3_of_lofast():
     for eps, value in quoted.items():
         assert lofast.specformer(x, layer, eps) == pytest.approx(unit * value, rel=2e-4)
     assert lofast.specformer(x, layer, 0.1) > 10 * lofast.attack(x, layer, 0.1, residual=False)
-
-
-def test_layer_project_is_equation_29():
-    x = torch.tensor([[3.0, 4.0], [0.3, 0.4]], dtype=torch.float64)
-    torch.testing.assert_close(lofast.layer_project(x, 1.0), torch.tensor([[0.6, 0.8], [0.3, 0.4]]).double())

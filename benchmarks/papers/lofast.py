@@ -144,11 +144,6 @@ def specformer(x: Tensor, layer: AttentionLayer, eps: float) -> float:
     return eps * n * (n + 1) * (float(x.double().norm()) + eps) ** 2 * value * (query * key + 1)
 
 
-def layer_project(x: Tensor, radius: float) -> Tensor:
-    """Equation 29: every row x of norm above R to R x / ‖x‖, without centring; R = √d, and 1 in front of attention."""
-    return x * (radius / x.norm(dim=-1, keepdim=True)).clamp_max(1.0)
-
-
 def attack(
     x: Tensor, layer: AttentionLayer, eps: float, *, residual: bool = True, steps: int = 100, seed: int = 0
 ) -> float:

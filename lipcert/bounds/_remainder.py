@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Against = Callable[[Sequence[Tensor]], Tensor]
 RemainderClass = TypeVar("RemainderClass", bound="type[Remainder]")
 
-TINY = 1e-150
 # Far more than rounding in float64 takes of the entries of a 2 × 2 matrix and its eigenvectors.
 ROUNDED = 1e-9
 # The steps in which largest_share halves the range of τ.

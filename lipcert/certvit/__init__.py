@@ -1,7 +1,7 @@
 """CertViT: lowers the norms of the layers of a pretrained network and keeps their outputs on given images."""
 
 from lipcert.certvit.blockwise import constrain_blockwise
-from lipcert.certvit.moments import Moments, collect, stream
+from lipcert.certvit.moments import Moments, stream
 from lipcert.certvit.network import constrain
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures
 from lipcert.certvit.solve import Solution, constrain_matrix

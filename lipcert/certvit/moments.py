@@ -8,7 +8,6 @@ with forward hooks is enough, and the moments of several processes are added.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -109,12 +108,6 @@ class Moments:
         blocks = matrix.to(self.second).reshape(self.groups, -1, self.width)
         return max(0.0, float(((blocks @ self.second) * blocks).sum()))
 
-    def relative_error(self, weight: Tensor, reference: Tensor) -> float:
-        """‖(W − W_pre) X‖ / ‖W_pre X‖ with Frobenius norms over all rows; 0.01 is an error of 1 %."""
-        before = reference.flatten(1).to(self.second)
-        energy = self.energy(before)
-        return math.sqrt(self.energy(weight.flatten(1).to(self.second) - before) / energy) if energy else math.nan
-
 
 def pooled(parts: Sequence[Moments]) -> Moments:
     """The moments of all rows of a layer, from those of disjoint parts."""
@@ -122,21 +115,6 @@ def pooled(parts: Sequence[Moments]) -> Moments:
         return parts[0]
     total = sum((part.second for part in parts[1:]), parts[0].second)
     return Moments(parts[0].name, total, sum(part.rows for part in parts))
-
-
-def collect(
-    model: nn.Module,
-    batches: Iterable[Tensor],
-    layers: Mapping[str, nn.Module] | None = None,
-    *,
-    max_bytes: int = 2 << 30,
-    progress: BatchProgress | None = None,
-) -> dict[str, Moments]:
-    """The moments of every layer, on the CPU; see :func:`stream` for the arguments and for less memory."""
-    gathered: dict[str, Moments] = {}
-    for group in stream(model, batches, layers, max_bytes=max_bytes, progress=progress):
-        gathered.update(group)
-    return gathered
 
 
 def stream(

@@ -19,7 +19,7 @@ Values = Mapping[Node, Tensor]
 
 
 def disturbed(
-    network: Network, values: Values, sources: Sequence[Node], path: Sequence[Node], targets: Sequence[Node]
+    values: Values, sources: Sequence[Node], path: Sequence[Node], targets: Sequence[Node]
 ) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
     """The targets as functions of what is added to the sources, for gradients by autograd."""
     inside = {*path}
@@ -59,7 +59,7 @@ def margin_gradients(
     output, source = network.graph.output, network.source
     path = network.replay.between(source, [output])
     targets = list(dict.fromkeys((output, *linear)))
-    reached, added = disturbed(network, values, list(dict.fromkeys((source, *nodes))), path, targets)
+    reached, added = disturbed(values, list(dict.fromkeys((source, *nodes))), path, targets)
     with torch.enable_grad():
         logits = reached[output].reshape(len(rivals), -1)
         margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])

@@ -337,7 +337,7 @@ class Jacobians:
         dense = {(a, u): values[a].new_zeros(images, u.entries, a.entries) for u, some in starts.items() for a in some}
         together = self._together(path)
         for i, part in _parts(values, images, together):
-            reached, added = disturbed(self.network, part, sources, path, list(starts))
+            reached, added = disturbed(part, sources, path, list(starts))
             for u, some in starts.items():
                 self._check_used(reached[u], [added[a] for a in some], u)
                 for rows in torch.arange(u.entries, device=values[u].device).split(TOGETHER):

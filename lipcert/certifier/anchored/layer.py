@@ -175,7 +175,7 @@ class Layer:
         start, end = network.source, network.graph.output
         values, error, at_end = at
         nodes = list(network.chains.links)
-        reached, added = disturbed(network, values, [start, *nodes], network.replay.between(start, [end]), [end, z])
+        reached, added = disturbed(values, [start, *nodes], network.replay.between(start, [end]), [end, z])
         pulled = torch.autograd.grad(reached[end], list(added.values()), g.view_as(reached[end]), retain_graph=True)
         at_nodes = {node: slope.detach() for node, slope in zip(added, pulled, strict=True)}
 
