@@ -93,7 +93,8 @@ def main() -> None:
     model = lipcert.load(file)
     method = () if kind["method"] == "staged" else ("--method", kind["method"])
     if args.name == "digits-vit":
-        command, data = ["certify", args.name], "scikit-learn's digits, the 120 images that come with lipcert"
+        command = ["certify", args.name, "--limit", "120"]
+        data = "scikit-learn's digits, the 120 images that come with lipcert"
         shown: tuple[str, ...] = ("--attack",)
     else:
         test = args.data / "test.tar"

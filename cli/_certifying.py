@@ -57,6 +57,8 @@ from ._torchrun import torchrun
 
 # Forward passes in float64 that every certificate takes: margins, and a bound on their rounding errors.
 _PASSES = 2
+# Bundled images that are certified without --limit.
+_BUNDLED = 20
 
 
 def attack_of(attack: bool, autoattack: bool) -> Attack | None:
@@ -204,7 +206,10 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     if untrained(loaded.net):
         label += ", random weights: nothing to certify"
     plan.pixels.apply(loaded)
-    images = open_images(plan.data, loaded, limit=plan.limit, **plan.lists)
+    limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
+    images = open_images(plan.data, loaded, limit=limit, **plan.lists)
+    if plan.limit is None and len(images) < images.total:
+        say(f"images: {_some(len(images), images.total)}")
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
     stem = "digits-vit" if label.startswith("digits-vit, ") else default_name(str(resolve(name))).name
@@ -224,6 +229,10 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
         words = model_options(name, **plan.load.keywords, pixels=plan.pixels)
         outcomes.append(replace(outcome, words=words, channels=loaded.input_size[0]))
     return outcomes
+
+
+def _some(count: int, total: int) -> str:
+    return f"{count} of {total} bundled images; --limit {total} for all"
 
 
 def _sigma_choice(
@@ -424,6 +433,8 @@ def _show_methods(certifier: Certifier, memory: float | None) -> None:
 def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     run = outcome.run
     rows = facts(run, run.every_eps)
+    if plan.data is None and plan.limit is None and len(run) < (total := run.summary["data"]["images"]):
+        rows[1] = ("images", _some(len(run), total))
     if outcome.log10_bound is not None:
         rows.append(("Lipschitz bound", upper(outcome.log10_bound)))
     rows.append(("seconds", f"{run.seconds:.1f} ({run.seconds / max(len(run), 1):.3g} per image)"))

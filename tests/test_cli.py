@@ -557,6 +557,16 @@ def test_usage_errors_have_exit_code_2(folder):
     assert re.search("^Usage: lipcert", run(code=2).output)
 
 
+def test_some_bundled_images_are_certified_without_a_limit(folder):
+    command = ["certify", "bundled", "--eps", "36/255", "--method", "gloro"]
+    result = run(*command)
+    assert result.stderr.startswith("images: 20 of 120 bundled images; --limit 120 for all\n")
+    assert facts(result.stdout)["images"] == "20 of 120 bundled images; --limit 120 for all"
+    whole = run(*command, "--limit", "120")
+    assert facts(whole.stdout)["images"] == "120"
+    assert "bundled images" not in whole.stderr
+
+
 def test_json_is_all_that_is_printed(folder):
     command = ["certify", "--eps", "36/255", "--limit", "5", "--method", "gloro"]
     result = run(*command, "--json", "--out", "r.jsonl")

@@ -3,7 +3,7 @@
 The blocks of a data set are the same in every run: consecutive images in the run's order. So an image is always
 computed in the same batch. Rounding depends on the batch; with fixed blocks neither an interruption nor the number of
 processes changes a radius. The first blocks are small, so that the first rows appear early. No block holds more than
-an eighth of the images, so that processes get similar numbers of images.
+a sixth of the images, so that processes get similar numbers of images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, "int | None"], None]
 
 # A block holds at most 1/_BLOCKS of the images.
-_BLOCKS = 8
+_BLOCKS = 6
 
 
 def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
