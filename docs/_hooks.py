@@ -1,5 +1,6 @@
 """What MkDocs does besides: the page of commands, made from the commands, and the roles of docstrings."""
 
+import dataclasses
 import html
 import re
 from typing import Any
@@ -8,7 +9,7 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from lipcert import __version__
+from lipcert import __version__, settings
 from lipcert.cli import app
 from lipcert.cli._commands import COMMANDS
 
@@ -16,6 +17,8 @@ from lipcert.cli._commands import COMMANDS
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):<code>~?(?:[\w.]+\.)?(\w+)</code>")
 
 
+# A class of settings on a page of the reference, with its options.
+_SETTINGS = re.compile(r"^::: lipcert\.[\w.]+\.(\w+Settings)\n(?: +.*\n)*", re.MULTILINE)
 # The first and the last headings of a command's options.
 _ENDS = ("Arguments", "Options", "Model", "Output")
 
@@ -30,9 +33,23 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     files.append(File.generated(config, "reference/commands.md", content=commands()))
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Adds a table of the fields below each class of settings: their defaults, and what the commands say of them."""
+    return _SETTINGS.sub(lambda found: f"{found[0].rstrip()}\n\n{_fields(found[1])}\n\n", markdown)
+
+
 def on_page_content(content: str, **_: Any) -> str:
     """Called by MkDocs for every page."""
     return _ROLE.sub(r"<code>\1</code>", content)
+
+
+def _fields(name: str) -> str:
+    known = [one for one in dataclasses.fields(getattr(settings, name)) if "help" in one.metadata]
+    rows = []
+    for one in known:
+        default = "required" if one.default is dataclasses.MISSING else f"`{one.default!r}`"
+        rows.append(f"| `{one.name}` | {default} | {html.escape(one.metadata['help'])} |".replace("*", "\\*"))
+    return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *rows])
 
 
 def commands() -> str:

@@ -16,7 +16,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lipcert.errors import InputError
-from lipcert.settings._fields import one_of, option, plain
+from lipcert.settings._fields import documented, one_of, option, plain
 from lipcert.settings._methods import LINEARISED, METHODS, PUBLISHED, SMOOTHING, STAGED, MethodName
 
 if TYPE_CHECKING:
@@ -51,41 +51,24 @@ class CertifyOptions(TypedDict, total=False):
     attack: Literal["pgd", "pgd-100", "autoattack"] | Attack | None
 
 
+@documented
 @dataclass(frozen=True)
 class CertifySettings:
     """The settings of a certificate; the constructor checks them.
 
+    ε and radii are in ℓ2 on pixels in [0, 1], or with ``at`` on the value that it names: the output of a module, or by
+    its index the start of a stage, as LoFAST has it for token embeddings. With several ε, radii answer for each of
+    them: staged certification then computes radii in place of verdicts, and smoothing counts all samples.
+    Deterministic certificates need explicit Jacobians. Noise draws stop as soon as a confidence sequence decides the
+    verdict at ε; all of them give a bound by Clopper and Pearson. Choose the seed of the noise before looking at
+    results.
+
     Attributes:
-        eps: ε in ℓ2 on pixels in [0, 1], positive: a number, or a text such as ``"36/255"``, which is rounded up.
-            Several ε, as a sequence or with commas between, are certified in one run; the field holds the smallest.
-        method: one of ``METHODS`` or ``"smoothing"``. ``"staged"`` applies the methods from the cheapest to the
-            strongest, each to the images that are still undecided. ``"smoothing"`` accepts any network and certifies
-            another function, the network's classifier smoothed by Gaussian noise on the pixels, see
-            :class:`lipcert.smoothing.Smoothing`.
-        dtype: ``"real"`` for real arithmetic, or the format of the deployed forward pass: ``"float32"``, ``"float16"``
-            or ``"bfloat16"``.
-        rigor: ``"deterministic"`` for certificates without random start vectors. They need explicit Jacobians, so they
-            are for small networks. Otherwise ``"probabilistic"``.
-        at: the perturbed value: None for the pixels, the path of a module, such as ``"patch_embed"``, for its output,
-            or the index of a stage for its start, as LoFAST does for token embeddings. ε and radii are measured there.
-            For methods lofast, anchored and staged, which then means anchored.
-        time: staged certification skips methods that need more than about this many seconds of one core per image, as
-            estimated from the network's size; positive.
         delta: failure probability, per image, of a probabilistic certificate.
-        sigma: σ, the standard deviation of the noise at each pixel; a number, or its text. Required by method
-            ``"smoothing"``; ``"auto"`` leaves the choice to :func:`lipcert.smoothing.choose_sigma`. This field and the
-            following ones, up to ``seed``, belong to that method.
-        samples: maximum number of noise draws that are counted per image.
-        alpha: α, the largest probability with which the radius of an image is too large.
-        all_samples: whether to count all samples of every image and to bound the probability of its class by Clopper
-            and Pearson, for the largest radius. Otherwise drawing stops as soon as a confidence sequence decides the
-            verdict at ε.
-        seed: seed of the noise, from 0 to 2⁶⁴ − 1. Choose it before looking at results.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for no attack. Every certificate is tested against
             the attack. Staged certification computes only the global methods for images that the attack breaks within
             ε.
-        further_eps: the larger ε of a run with several, as texts in ascending order. Radii then answer for each ε:
-            staged certification computes radii in place of verdicts, and smoothing counts all samples.
+        further_eps: the larger ε of a run with several, as texts in ascending order; ``eps`` is then the smallest.
         eps_typed: ε as the user wrote it.
 
     Raises:

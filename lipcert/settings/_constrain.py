@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 from lipcert.errors import InputError
-from lipcert.settings._fields import one_of, option, plain
+from lipcert.settings._fields import documented, one_of, option, plain
 
 MEASURE_NAMES = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
@@ -16,34 +16,17 @@ POINTS = ("projected", "sparse")
 _FAITHFUL = "Options of the engine faithful"
 
 
+@documented
 @dataclass(frozen=True)
 class ConstrainSettings:
     """The settings of constrained layers; the constructor checks them.
 
+    The engine ``"faithful"`` is the block-iterative algorithm of the paper, included for comparison: it supports the
+    measure ``"l1"`` only and may exceed ``error``, see :func:`lipcert.certvit.constrain_blockwise`. The authors'
+    scripts read the β of the paper's tables as ``quantile``; as a threshold, 0.1 is larger than most weights of these
+    networks. ``eta`` is averaged over the rows of a layer's output, such as tokens or patches.
+
     Attributes:
-        error: relative output error of each layer, above 0 and below 1.
-        measure: ``"spectral"``, ``"l1"``, ``"nuclear"``, or one of the baselines ``"clip"`` and ``"rescale"``, which
-            are always reported for comparison. None means ``"spectral"``, or ``"l1"`` in the engine ``"faithful"``.
-        eta: η of the paper, which replaces ``error``: the squared error of a layer's output for one row, such as a
-            token or a patch, averaged over rows.
-        iterations: maximum number of Douglas–Rachford iterations. None means 150, or 2 in the engine ``"faithful"``.
-        beta: β of the engine ``"faithful"``: the threshold of its proximal step, as in the paper's text. None takes it
-            from ``quantile``.
-        quantile: the share of the weights of a layer below the threshold, in place of ``beta``; None means 0.1. The
-            authors' scripts read the β of the paper's tables in this way; as a threshold, 0.1 is larger than most
-            weights of these networks.
-        relaxation: λ of the engine ``"faithful"``; None means 1.2.
-        projection_epochs: passes over the mini-batches for one projection in the engine ``"faithful"``; None means 100,
-            as in the authors' scripts.
-        point: the sequence that the engine ``"faithful"`` returns: ``"projected"``, which nearly meets the error, or
-            ``"sparse"``, the thresholded one, which has zeros but exceeds the error more, as in the authors' scripts.
-        engine: ``"exact"``, or ``"faithful"`` for the block-iterative algorithm of the paper, which is included for
-            comparison. It supports the measure ``"l1"`` only and may exceed ``error``, see
-            :func:`lipcert.certvit.constrain_blockwise`.
-        mini_batches: J of the engine ``"faithful"``, into as many the images are split; None means 4.
-        layers: module paths in ``model.net``, as a sequence or separated by commas; None constrains all supported
-            layers.
-        workers: processes that solve layers; 0 solves in this process.
         max_bytes: memory limit for the moments of one pass over the images, and again for those that wait for a
             worker. Layers whose moments do not fit together need further passes.
 

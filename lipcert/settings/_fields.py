@@ -36,6 +36,18 @@ def option(
     return field(default=default, metadata=about)
 
 
+def documented(kind: type[S]) -> type[S]:
+    """A decorator that puts the help of each field into the docstring of settings."""
+    known: Any = kind
+    helps = "".join(f"        {one.name}: {one.metadata['help']}\n" for one in fields(known) if "help" in one.metadata)
+    text, attributes, rest = str(kind.__doc__).partition("    Attributes:\n")
+    if not attributes:
+        text, raises, rest = text.partition("    Raises:\n")
+        rest = f"\n{raises}{rest}"
+    kind.__doc__ = f"{text}    Attributes:\n{helps}{rest}"
+    return kind
+
+
 def parse_memory(memory: object) -> float:
     """Bytes: a positive number, or a text such as ``"8GB"`` or ``"500 MiB"``."""
     size = 0.0

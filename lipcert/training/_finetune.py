@@ -116,44 +116,7 @@ def finetune(
         origin: a description of the loader, such as the data set and the batch size, as values for JSON. The recipe
             records it, and a checkpoint with another description is refused.
         progress: called after each epoch, and again for the last finished epoch when a run resumes.
-        **settings: the other fields of :class:`lipcert.training.FinetuneSettings`:
-
-            * loss: one of the above.
-            * epochs: the number of iterations over the loader.
-            * lr: the largest learning rate.
-            * temperature: divides the logits in the loss. Models with small norms have small margins and need a small
-              temperature, 0.1 to 0.25. Two numbers are the first and the last one; the temperature changes from one to
-              the other during the first 80 % of the run. ``"auto"`` is 8, at last 2 times the median margin.
-            * ramp: (a, b, s): ε in the loss changes from a to b times ``eps`` during the first fraction s of the run.
-              The default is (0.1, 2, 0.5) for ``"emma"``, as in appendix B.1 of its paper, and for ``"cut"``,
-              (0, 1.1, 0.5) for the local losses, and (0, 1, 1/3) for the others.
-            * weight: the weight of the divergence in ``"trades"``.
-            * sparsity: the weight of the sparsity loss in ``"local-b"`` and ``"local-g"``; upper_weight: that of its
-              part for upper thresholds, λ_θ.
-            * power_iterations: per update, for the norms in losses with a bound; vectors: where those of ``"local-b"``
-              and ``"local-g"`` start, see :class:`lipcert.training.LocalBound`.
-            * sigma: the standard deviation of the noise in ``"noise"``, equal to that of the certification.
-            * consistency: the weight of the agreement of two predictions under noise in ``"noise"``, such as 10.
-            * teacher_weight: the weight of the divergence from the teacher's predictions.
-            * denoiser: the name of a denoiser in front of the network in ``"noise"``: ``"natural"`` or ``"dct"``.
-            * max_norm: limits the spectral norm of each weight matrix, and the scales of projections, by one number or
-              by numbers for patterns of paths; see :class:`lipcert.training.NormHold`.
-            * optimizer: ``"adamw"``; ``"adam"``, without weight decay; ``"nadam"``, with Lookahead, for the losses with
-              the global bound; ``"muon"``, see :class:`lipcert.training.Muon`, which needs fewer epochs if norms are
-              limited, with a learning rate of about 0.01.
-            * schedule: that of the learning rate: ``"cosine"``; ``"multistep"``, divided by 5 at 0.5, 0.6, 0.7 and 0.8
-              of the run; ``"exponential"``, from the fraction ``decay_from`` of the run on. It ends at ``last_lr``.
-            * warmup: the fraction of the run in which the learning rate rises.
-            * accumulate: batches per update.
-            * ema: the decay of the moving average of the weights, such as 0.999. The model gets the average at the end.
-            * amp: ``"bfloat16"`` computes the matrix products of the network in this type; weights, losses and bounds
-              keep theirs.
-            * channels_last: keeps kernels and images in this memory format, which is faster for some convolutions.
-            * only: trains only the parameters that match one of these comma-separated patterns (:mod:`fnmatch`).
-              ``"*.attn.*"`` with the loss ``"ce"`` is the L2 adaptation of Gupta and Verma 2023 (arXiv 2302.10287,
-              figure 3a) for a model whose attention :func:`lipcert.convert` replaced by L2 attention.
-            * keep_zeros: keeps entries of weight matrices at zero that are zero at the start, as the retraining after
-              pruning in section 3.5 of that paper. This preserves the sparsity of :func:`lipcert.constrain`.
+        **settings: the other fields of :class:`lipcert.training.FinetuneSettings`.
 
     Returns:
         The model, in evaluation mode, with one more step in its recipe.
