@@ -66,7 +66,7 @@ class Homogeneous(nn.Module):
             for place in range(depth):
                 last = place == depth - 1
                 conv = place == 0 and r.random() < 0.3
-                layer = (
+                layer: Any = (
                     nn.Conv2d(1, 2, 3, padding=1) if conv else nn.Linear(entries, 3 if last else r.choice((4, 6, 8)))
                 )
                 after = 0 if last else scales()
