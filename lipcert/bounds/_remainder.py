@@ -453,8 +453,10 @@ class Radial(Remainder):
             rho: Sequence[Tensor], sizes: Sequence[Tensor], length: Tensor, third: Tensor, lost: Tensor
         ) -> Tensor:
             low = (length - rho[0][:, None] / self.radius).clamp_min(0)
-            steepest = (third * (1 + low.square()) ** -1.5).amax(1)
-            return sizes[0].square() + steepest * (rho[0] / 6 + lost / 2) * rho[0].square()
+            # w³ρ² would underflow for R below 1e-50.
+            w = (1 + low.square()).rsqrt()
+            steepest = (third * w * (w * rho[0][:, None]).square()).amax(1)
+            return sizes[0].square() + steepest * (rho[0] / 6 + lost / 2)
 
         norm = per_image(top).amax(1)
         form = Form(apply, (base, top - base, v), norm, 2 * norm)

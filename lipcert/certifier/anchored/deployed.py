@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds import arguments, per_image
+from lipcert.bounds import per_image
+from lipcert.bounds.rules.normalization import layer_norm_norm
 from lipcert.certifier.anchored.gradients import margin_gradients
 from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
 from lipcert.certifier.anchored.network import Network, Stage, an_image, prepared, whole_modules
@@ -37,7 +38,7 @@ from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations,
 from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Ledger, verified_norms
-from lipcert.numerics import SAFETY, at_most, computed_l2_norm
+from lipcert.numerics import SAFETY, at_most
 from lipcert.roundoff import Format, Gains, Operand, deployed_graph, error_norm, passes
 
 # The radii at which rounding errors are bounded, relative to the radius in real arithmetic.
@@ -255,7 +256,7 @@ class _Measuring(Rounding):
         gains: dict[Node, Any] = dict(self.ranges.of(node))
         if node.op == "layer_norm":
             (x,) = gains
-            gains[x] = torch.minimum(self._standardising(node, self.at.values[x]), self.zero + gains[x])
+            gains[x] = torch.minimum(layer_norm_norm(node, 0, self.at.values) + self.zero, self.zero + gains[x])
         if node.op == "matmul" and len(gains) == 2:
             batch = math.prod(node.shape[:-2])
             x, y = gains
@@ -263,16 +264,6 @@ class _Measuring(Rounding):
             used = [math.sqrt(batch / math.prod(u.shape[:-2])) for u in (x, y)]
             gains = {x: self._largest(y) * used[0], y: self._largest(x) * used[1]}
         return gains
-
-    def _standardising(self, node: Node, x: Tensor) -> Tensor:
-        """max|γ| divided by the smallest √(‖x_t − μ‖²/d + eps) over the tokens of an image, shape (N,)."""
-        call = arguments(node)
-        tokens = x.flatten(-len(call["normalized_shape"]))
-        spread = computed_l2_norm(tokens - tokens.mean(-1, keepdim=True), -1)
-        variance = spread.square() / tokens.shape[-1] + call.get("eps", 1e-5)
-        weight = call.get("weight")
-        largest = 1.0 if weight is None else weight.detach().abs().max().item()
-        return per_image(variance).amin(1).rsqrt() * largest * (1 + SAFETY)
 
     def _largest(self, node: Node) -> Tensor:
         """The largest spectral norm among the matrices of an image, shape (N,)."""
