@@ -221,6 +221,50 @@ def test_a_killed_command_goes_on(folder):
     assert rows() == rows("whole.jsonl")
 
 
+WORKING = """
+import os, signal, sys, time
+from lipcert.numerics import worker_pool
+from lipcert.results import progress
+
+class Run:
+    length = 2
+
+    def __iter__(self):
+        with worker_pool(1) as pool:
+            pool.submit(os.getpid).result()
+            forever = pool.submit(time.sleep, 1e6)
+            print(os.getpid(), flush=True)
+            yield {}
+            forever.result()
+
+def write(row):
+    if sys.argv[1] == "writing":
+        time.sleep(1e6)
+
+try:
+    progress._collect(Run(), write, None)
+except KeyboardInterrupt as error:
+    kept = error
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("at", ["writing", "waiting"])
+def test_an_interrupted_run_ends_its_workers(at):
+    """The signal reaches the parent alone, and the worker never ends by itself."""
+    command = [sys.executable, "-c", WORKING, at]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline().strip() == str(process.pid)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            # To its end, and that of the worker, which has the same pipe.
+            assert process.communicate(timeout=120)[0] == "interrupted\n"
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
 def torchrun(*arguments, **ways):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "lipcert", "certify"]
     return subprocess.run([*command, *arguments], env=environment(), capture_output=True, text=True, **ways)

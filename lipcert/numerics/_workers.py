@@ -9,6 +9,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ _STARTING = threading.Lock()
 def worker_pool(
     count: int, make: Callable[[bytes], None] | None = None, given: bytes = b""
 ) -> Iterator[ProcessPoolExecutor]:
-    """Processes that share the cores; after an error, tasks that have not begun are dropped.
+    """Processes that share the cores; an error, an interruption among them, ends them and drops their tasks.
 
     Workers do not import the main module, so a script needs no ``if __name__ == "__main__"``, and what they are given
     must not be defined in it. If one dies, its future and those after it raise ``BrokenProcessPool``.
@@ -30,11 +31,15 @@ def worker_pool(
         given: its argument.
     """
     threads = max(1, (os.cpu_count() or 1) // count)
-    pool = ProcessPoolExecutor(count, mp_context=_Context(), initializer=_prepare, initargs=(threads, make, given))
+    context = _Context()
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(threads, make, given))
     try:
         yield pool
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        for process in context.processes:
+            if process.pid is not None:  # None where it has not started
+                process.terminate()
         raise
     pool.shutdown()
 
@@ -53,7 +58,13 @@ class _Process(multiprocessing.context.SpawnProcess):
 
 
 class _Context(multiprocessing.context.SpawnContext):
-    Process = _Process
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[_Process] = []
+
+    def Process(self, *args: Any, **options: Any) -> _Process:  # type: ignore[override]
+        self.processes.append(_Process(*args, **options))
+        return self.processes[-1]
 
 
 def _prepare(threads: int, make: Callable[[bytes], None] | None, given: bytes) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class Remaining:
         self.blocks = [block for block in mine if not self.done.issuperset(block)]
         self.length = sum(index not in self.done for block in self.blocks for index in block)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Generator[dict[str, Any], None, None]:
         """Certifies block after block and yields the rows of images that had none."""
         for batch, certificates, seconds in certified(self.certifier, self._blocks(), self.workers, self.length):
             self.pace = seconds / len(batch)
@@ -180,10 +181,11 @@ def certify_to_file(
 def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: Progress | None) -> None:
     if progress is not None:
         progress(0, run.length)
-    for count, row in enumerate(run, 1):
-        write(row)
-        if progress is not None:
-            progress(count, run.length)
+    with closing(iter(run)) as found:  # workers end where writing is interrupted
+        for count, row in enumerate(found, 1):
+            write(row)
+            if progress is not None:
+                progress(count, run.length)
 
 
 def _put_together(
