@@ -51,11 +51,13 @@ class Advice(NamedTuple):
 
     command: str
     reason: str = ""
+    others: tuple["Advice", ...] = ()
 
     @property
     def facts(self) -> list[tuple[str, str]]:
         """The lines of a command's result."""
-        return [("next", self.command), *([("because", self.reason)] if self.reason else [])]
+        others = [("or", text) if name == "next" else (name, text) for one in self.others for name, text in one.facts]
+        return [("next", self.command), *([("because", self.reason)] if self.reason else []), *others]
 
 
 def advise(status: Status) -> Advice:
@@ -72,7 +74,17 @@ def advise(status: Status) -> Advice:
         reason += "minutes at most; run again, it continues"
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
         sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100", "--time-budget", "10m"]
-        return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason)
+        train = ["--data", status.data or "TRAIN", *status.lists, "--eps", status.eps]
+        head = command("finetune", *status.model, *train, "--recipe", "noise", "--only", "head", *front)
+        new = ["liresnet_l6w64", "--no-pretrained", "--model-args", "num_classes=N", *train, "--recipe", "liresnet"]
+        others = (
+            Advice(head, "a head that is fitted to noisy images, in minutes, keeps more accuracy at a larger sigma"),
+            Advice(
+                command("finetune", *new, "--teacher", status.model[0]),
+                "a Lipschitz network that learns from this one takes hours to train, and each certificate milliseconds",
+            ),
+        )
+        return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason, others)
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
         train = ["--data", status.data or "TRAIN", *status.lists, "--eps", status.eps]
         return Advice(command("finetune", *status.model, *train), "certificates need margins for which it trains")

@@ -20,6 +20,7 @@ from lipcert.certifier import Certifier, Method, duration, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.artifact import weights_hash
+from lipcert.inputs.checkpoints import checkpoints
 from lipcert.inputs.classes import other_order
 from lipcert.inputs.data import Images, open_images
 from lipcert.inputs.loading import resolve
@@ -435,6 +436,10 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     rows = facts(run, run.every_eps)
     if plan.data is None and plan.limit is None and len(run) < (total := run.summary["data"]["images"]):
         rows[1] = ("images", _some(len(run), total))
+    known = next((one for one in checkpoints() if one.name == outcome.name.partition(",")[0]), None)
+    if known is not None and known.eps == run.eps_typed and run.labelled and known.method == plan.settings[0].method:
+        here = f"here {percent(outcome.certified)}, 95 % CI {interval(run.certified_at(run.eps), len(run))}"
+        rows.append(("published", f"{percent(known.certified)} of {known.images:,} ({known.data}); {here}"))
     if outcome.log10_bound is not None:
         rows.append(("Lipschitz bound", upper(outcome.log10_bound)))
     rows.append(("seconds", f"{run.seconds:.1f} ({run.seconds / max(len(run), 1):.3g} per image)"))
@@ -451,19 +456,21 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     """How many images have no certificate, by reason; empty unless certification was staged."""
     reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
-    undecided = f"no certificate and no adversarial example within {eps}"
+    counted = reasons.most_common()
+    undecided = f"neither a certificate nor an adversarial example within {eps}"
     words = {
         "first-order limit": f"first-order limit (margin over gradient norm) ≤ {eps}: out of reach of these methods",
         "attacked": f"adversarial example found within {eps}",
         "bounds too loose": undecided,
     }
+
+    def in_brackets(reason: str) -> str:
+        return f"{undecided} ({reason.replace('skipped:', 'not tried:')})"
+
     wrong = sum(row["certified"] and not row["correct"] for row in run.rows) if run.labelled and reasons else 0
     return [
         *([("certified, misclassified", str(wrong))] if wrong else []),
-        *(
-            ("not certified", f"{count}: {words.get(reason, f'{undecided}; {reason}')}")  # skipped: methods
-            for reason, count in reasons.most_common()
-        ),
+        *(("not certified", f"{count}: {words.get(reason) or in_brackets(reason)}") for reason, count in counted),
     ]
 
 

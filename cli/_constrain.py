@@ -145,8 +145,8 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, status: S
 _LAYER_COLUMNS = (
     "layer",
     "before",
-    "(rescale)",
-    "(clip)",
+    "if rescaled",
+    "if clipped",
     "after",
     "error",
     "held out",
@@ -155,7 +155,7 @@ _LAYER_COLUMNS = (
     "s",
     "status",
 )
-_LESS = ("s", "steps", "zeros", "(rescale)", "(clip)", "error")
+_LESS = ("s", "steps", "zeros", "if rescaled", "if clipped", "error")
 
 
 def _layer_row(layer: "LayerConstraint") -> tuple[str, ...]:

@@ -20,6 +20,8 @@ from ._output import check_out, default_name
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lipcert.bounds import Bound
     from lipcert.model import Model
     from lipcert.surgery import ConversionReport
@@ -124,12 +126,27 @@ def convert(
                 for what, paths in unchanged.items()
             ),
             ("change of logits", f"{moved} on {tested}"),
-            ("same top class", f"{100 * report.agreement:.1f} %"),
+            ("same top class", f"{100 * report.agreement:.1f} % of the images{_largest(loaded, images)}"),
+            *([("use", _USE)] if report.swapped else []),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
             *advise(status).facts,
         ]
     )
+
+
+_USE = "the new network is not the old one: train it with finetune, the old one as --teacher, then certify it"
+
+
+def _largest(model: "Model", images: "Tensor | None") -> str:
+    """The share of the class that the network predicts most often, beside which agreement is to be read."""
+    if images is None:
+        return ""
+    import torch
+
+    with torch.no_grad():
+        predicted = model(images.to(model.device, model.dtype)).argmax(1)
+    return f"; its most frequent class alone has {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
 
 
 def _bound(model: "Model", what: str) -> "Bound | None":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lipcert.errors import InputError, first_line
+from lipcert.errors import InputError, LoadError, first_line
 from lipcert.inputs.data import Images
 from lipcert.inputs.loading import BUNDLED, load, resolve
 from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing, remarks
@@ -19,7 +19,7 @@ from lipcert.smoothing import Denoised
 
 from ._options import Weights
 from ._parse import parse_model_args
-from ._print import busy, say, words_of
+from ._print import busy, say, typed, words_of
 
 _SAMPLED = 64  # images whose sizes are read
 
@@ -39,14 +39,20 @@ def load_model(
         say(f"model: {named(model)}; name a model to use another")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source}"):
-        loaded = load(
-            source,
-            pretrained=not weights.no_pretrained,
-            checkpoint=weights.checkpoint,
-            features=features,
-            new_head=new_head,
-            **arguments,
-        )
+        try:
+            loaded = load(
+                source,
+                pretrained=not weights.no_pretrained,
+                checkpoint=weights.checkpoint,
+                features=features,
+                new_head=new_head,
+                **arguments,
+            )
+        except LoadError as error:
+            if not str(error).startswith("cannot download"):
+                raise
+            reason = str(error).partition(";")[0]
+            raise LoadError(f"{reason}; with a file of its weights: {typed('--checkpoint', 'FILE')}") from error
     if untrained(loaded.net):
         say("note: the weights are random: there is nothing to certify; give trained ones, as --checkpoint FILE")
     if denoiser is not None:

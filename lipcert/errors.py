@@ -58,7 +58,8 @@ class UnsupportedOperation(LipcertError):
         missing = "" if self.question == "lipschitz" else f"{self.question} "
         return (
             f"no {missing}rule for {count} operation{'s' if count != 1 else ''}: {listed}; "
-            f"add one with @lipcert.bounds.{missing.strip() or 'rule'}, or convert the modules"
+            f"add one with @lipcert.bounds.{missing.strip() or 'rule'}, convert the modules, or certify with "
+            "--method smoothing, which needs no rules"
         )
 
 
@@ -87,7 +88,7 @@ class UnsupportedCode(UnsupportedOperation):
     """
 
     def _message(self, count: int, listed: str) -> str:
-        remedy = "write it as the same operations on tensors for every image and type"
+        remedy = "rewrite it so that every image and dtype takes the same tensor operations"
         if "changes its module" in listed:
             remedy += (
                 ". Where torch.nn.utils.parametrize computes a weight anew at every call, freeze=True of lipcert.load "

@@ -198,7 +198,7 @@ def test_certify_without_labels(artifact):
         path.rename(path.parent.parent / path.name)
     printed = facts(run("certify", "--data", "images", "--eps", "0.1", "--out", "r.jsonl", *GLORO).stdout)
     assert not any("accuracy" in name for name in printed)
-    assert printed["certified (no labels) at 0.1"].startswith("0 of 7 ")
+    assert printed["certified share of unlabelled images at 0.1"].startswith("0 of 7 ")
     assert "median radius" in printed
     assert all("label" not in row and "correct" not in row for row in read_rows("r.jsonl"))
     message = refused("certify", "--data", "images", "--eps", "0.1", "--fail-under", "0", "model.safetensors")

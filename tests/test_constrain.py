@@ -505,7 +505,7 @@ def test_command_prints_and_writes(folder):
     assert table[0] == [
         "layer",
         "before",
-        "(rescale)",
+        "if rescaled",
         "(clip)",
         "after",
         "error",

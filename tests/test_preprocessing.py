@@ -40,7 +40,7 @@ def run(*arguments, code=0):
 
 def test_words():
     assert in_words(KNOWN) == "resize to 248×213, crop 224×192, bicubic; mean 0.5, 0.4, 0.5; std 0.25"
-    assert in_words({**KNOWN, "crop_pct": 1.0}).startswith("resize to 224×192, crop what is longer, bicubic; ")
+    assert in_words({**KNOWN, "crop_pct": 1.0}).startswith("resize to 224×192, crop the longer side, bicubic; ")
     assert in_words({**KNOWN, "crop_pct": 1.0, "crop_mode": "squash"}).startswith("resize to 224×192, bicubic; ")
     assert in_words({**KNOWN, "crop_pct": None}).startswith("224×192, as stored; mean")
     for damaged in ({}, {**KNOWN, "mean": 3}, {**KNOWN, "crop_pct": 0}, {**KNOWN, "input_size": "x"}):
@@ -77,7 +77,7 @@ def test_what_is_told_is_what_timm_does(images, mode, crop):
 
 def test_the_summary_the_report_and_the_card_say_it(images):
     changes = ["--crop-pct", "0.5", "--mean", "0.25", "--std", "0.5,0.5,0.5", "--interpolation", "nearest"]
-    command = ["certify", "--eps", "1e-6", "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
+    command = ["certify", "bundled", "--eps", "1e-6", "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
     told = run(*command, *changes).stderr
     words = "resize to 16×16, crop 8×8, nearest; mean 0.25; std 0.5"
     assert f"images: 12×16 → {words}\n" in told

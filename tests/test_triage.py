@@ -108,7 +108,10 @@ def test_methods_that_were_skipped_are_named_beside_what_is_known():
     ]
     assert _why_not(SimpleNamespace(rows=rows, labelled=True), "0.5") == [
         ("certified, misclassified", "1"),
-        ("not certified", "1: no certificate and no adversarial example within 0.5; skipped: local"),
+        (
+            "not certified",
+            "1: neither a certificate nor an adversarial example within 0.5 (not tried: local)",
+        ),
         ("not certified", "1: adversarial example found within 0.5"),
     ]
 

@@ -135,7 +135,7 @@ def in_words(config: Mapping[str, Any]) -> str:
         if resized not in (None, size):
             steps += f", crop {_times(size)}"
         elif resized is not None and not squashed:
-            steps += ", crop what is longer"
+            steps += ", crop the longer side"
         kind = f", {config['interpolation']}" if resized else ""
         numbers = [f"{name} {_channels(config[name])}" for name in ("mean", "std")]
         return f"{steps}{kind}; {'; '.join(numbers)}"

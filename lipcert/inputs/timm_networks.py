@@ -117,10 +117,9 @@ def hub_answers() -> bool:
 def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
     message = first_line(error)
     if is_network_error(error):
-        random = "" if name.startswith(HUB) else ", or take random weights with pretrained=False (--no-pretrained)"
         return (
             f"cannot download {name}: no network, or the model hub is unreachable; "
-            f"give the timm name and a file with checkpoint= (--checkpoint){random}"
+            "give the timm name and a file with its weights as checkpoint= (--checkpoint FILE)"
         )
     if isinstance(error, hub_errors.HfHubHTTPError):
         return f"the hub does not give out {name}: {message}; check the name, or log in if it is gated"

@@ -22,7 +22,7 @@ OVERVIEW = (
     "radius: median over correctly classified images; none for runs that stop at the verdict for ε. δ: probability "
     "that a radius is too large, over random draws of lipcert; 0 is deterministic. Certificates valid for smoothed(σ) "
     "are not about the network itself; correct counts their images whose top class under noise is correct, "
-    "abstentions included."
+    "also where the classifier abstains."
 )
 _EXTREMES = 5
 _MODULES = 12

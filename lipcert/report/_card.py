@@ -143,7 +143,11 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
         )
 
     if run.labelled:
-        add("accuracy", "Top class correct, abstentions included" if run.smoothed else "Clean accuracy", run.correct)
+        add(
+            "accuracy",
+            "Correct top class under noise" if run.smoothed else "Clean accuracy",
+            run.correct,
+        )
     of = ", of the smoothed classifier" if run.smoothed else ""
     for value, typed in eps:
         ball = {"norm": "l2", "eps": value}

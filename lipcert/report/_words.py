@@ -63,7 +63,7 @@ def promises(runs: Sequence[Run]) -> list[str]:
 
 def right(run: Run) -> str:
     """The name of the accuracy of a run."""
-    return "top class correct, abstentions included" if run.smoothed else "clean accuracy"
+    return "correct top class under noise" if run.smoothed else "clean accuracy"
 
 
 def about(run: Run) -> str:
@@ -99,7 +99,7 @@ def radius(value: float) -> str:
 
 def lower_bound(run: Run) -> str:
     """The name of the certified share of a run."""
-    what = "certified accuracy" if run.labelled else "certified (no labels)"
+    what = "certified accuracy" if run.labelled else "certified share of unlabelled images"
     return f"{what}, {run.holds_for}" if run.smoothed else what
 
 

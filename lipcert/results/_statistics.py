@@ -145,7 +145,7 @@ class Tally:
         words = Counter(row["rounding"] for row in self.rows if "rounding" in row)
         proved, checked = words["proved"], words["checked"]
         if proved and checked:
-            return f"bounded for {proved} of {len(self)} images, tested for {checked}"
+            return f"bounded for {proved} of {len(self)} images; only tested, with noise, for the other {checked}"
         return "bounded" if proved else "tested" if checked else ""
 
     @property
