@@ -308,6 +308,13 @@ def test_modules_with_arguments_of_timm_are_saved(tmp_path, given):
     assert torch.equal(lipcert.load(tmp_path / "m.safetensors")(images), load(net)(images))
 
 
+def test_modules_for_any_size_of_images_are_saved(tmp_path):
+    net = timm.create_model("test_vit", img_size=32, num_classes=3, dynamic_img_size=True, dynamic_img_pad=True).eval()
+    model, images = load(net, input_size=(3, 40, 72)), torch.rand(2, 3, 40, 72)
+    lipcert.save(model, tmp_path / "m.safetensors")
+    assert torch.equal(lipcert.load(tmp_path / "m.safetensors")(images), model(images))
+
+
 def test_arguments_that_do_not_show_are_given(tmp_path):
     net = timm.create_model("test_vit", img_size=32, num_classes=3, init_values=0.1).eval()
     with pytest.raises(LipcertError, match=r"arguments=\{\.\.\.\}"):

@@ -378,6 +378,8 @@ def _guesses(net: nn.Module) -> dict[str, Any]:
         "num_heads": getattr(getattr(block, "attn", None), "num_heads", None),
         "reg_tokens": getattr(net, "num_reg_tokens", None),
         "drop_rate": getattr(net, "drop_rate", None),
+        "dynamic_img_size": getattr(net, "dynamic_img_size", None),
+        "dynamic_img_pad": getattr(getattr(net, "patch_embed", None), "dynamic_img_pad", None),
     }
     hidden = getattr(getattr(getattr(block, "mlp", None), "fc1", None), "out_features", None)
     if isinstance(hidden, int) and isinstance(attributes["embed_dim"], int):

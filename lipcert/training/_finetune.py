@@ -55,7 +55,7 @@ from lipcert.training._recipe import settings_for
 
 _WEIGHT_DECAY = 1e-4
 _CLIP = 3.0
-_DIVERGED = 1e10  # no weight of a network that learns is as large
+_DIVERGED = 1e6  # no weight of a network that learns is as large
 _COOLING = 0.8  # the fraction of a run during which the temperature changes
 _TIMES_MARGIN = (8.0, 2.0)  # the temperature auto over the median margin, at first and at last
 _MEMORY = 0.99  # decay of the moving average of median margins
