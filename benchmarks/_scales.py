@@ -22,6 +22,8 @@ from lipcert.errors import LipcertError
 
 # The largest exponents of the scales at which each network is seen.
 EXPONENTS = (40, 190, 500)
+# The largest exponents of a layer and of a value, at which weights and values are still exact in float64.
+_MOST = 900
 _GROWN = 1 + 1e-6
 _SIZE = (1, 4, 4)
 
@@ -69,7 +71,8 @@ class Homogeneous(nn.Module):
                 layer: Any = (
                     nn.Conv2d(1, 2, 3, padding=1) if conv else nn.Linear(entries, 3 if last else r.choice((4, 6, 8)))
                 )
-                after = 0 if last else scales()
+                most = _MOST // (1 if last else FUNCTIONS[self.names[place]][1])
+                after = 0 if last else max(-most, before - _MOST, min(scales(), most, before + _MOST))
                 for parameter, power in ((layer.weight, after - before), (layer.bias, after)):
                     drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                     drawn *= parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.3
