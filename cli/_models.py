@@ -8,7 +8,7 @@ import typer
 
 from lipcert.errors import InputError
 from lipcert.inputs.checkpoints import Checkpoint, checkpoints
-from lipcert.inputs.zoo import Architecture, architectures
+from lipcert.inputs.zoo import Architecture, architectures, roundings
 
 from ._errors import one_line_errors
 from ._options import AsJson
@@ -80,9 +80,20 @@ def _facts(one: Architecture) -> list[tuple[str, str]]:
         ("global bound", f"none: {one.reason}" if one.reason else "has rules"),
         ("methods with rules", ", ".join(one.certificates) or "none"),
         *([("not linearised", one.linearised_reason)] if one.linearised_reason else []),
+        *_formats(one.family),
         *changed,
         *(("convert keeps", f"{was}: {why}") for was, why in one.kept),
         ("next", command("convert" if one.attention else "inspect", one.name)),
+    ]
+
+
+def _formats(family: str) -> list[tuple[str, str]]:
+    """In which formats the smallest architecture of a file of timm has bounds on rounding, and why not in others."""
+    name, reasons = roundings().get(family, ("", {}))
+    works = ", ".join(dtype for dtype, reason in reasons.items() if not reason)
+    return [
+        *([("--dtype", f"{works} (seen on {name})")] if works else []),
+        *((f"--dtype {dtype}", f"none: {reason} (seen on {name})") for dtype, reason in reasons.items() if reason),
     ]
 
 

@@ -911,6 +911,22 @@ def test_a_part_in_float32_rounds_as_one(name: str) -> None:
     assert (errors[0] < 0.9 * errors[1]).all()
 
 
+@pytest.mark.parametrize("written", ["root", "inverse root"])
+def test_a_normalisation_written_by_hand(written: str) -> None:
+    def logits(x: Tensor, w: Tensor) -> Tensor:
+        y = F.linear(x.flatten(1), w)
+        size = y.square().mean(-1, keepdim=True) + 0.5
+        return y / size.sqrt() if written == "root" else y * size.rsqrt()
+
+    model = wrapped(Constant(logits, random(6, 12) / 4), (3, 2, 2))
+    images = torch.rand(4, 3, 2, 2).float().double()
+    with torch.no_grad():
+        gaps = [(low - model(images)).norm(dim=1) for low in deployed(model, "float32", images)]
+    bound = Roundoff(model, "float32").values(images)
+    assert all((gap <= bound).all() for gap in gaps)
+    assert bound.max() < 0.1
+
+
 def test_what_has_no_bound_is_refused() -> None:
     def narrowed(x: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -15,6 +15,8 @@ from typing import Any
 from lipcert.settings import LINEARISED, SINGLE
 
 TABLE = Path(__file__).parents[1] / "assets" / "zoo.json"
+# By benchmarks/zoo_rounding.py, of the smallest architecture of every file: why a format has no bounds, or "".
+ROUNDING = TABLE.with_name("rounding.json")
 
 
 @dataclass(frozen=True)
@@ -72,3 +74,10 @@ def architectures() -> dict[str, Architecture]:
         return Architecture(*columns, pairs(attention), pairs(norms), pairs(kept))
 
     return {line[0]: row(line) for line in content["rows"]}
+
+
+@lru_cache(maxsize=1)
+def roundings() -> dict[str, tuple[str, dict[str, str]]]:
+    """By file of timm: its smallest architecture, and for each format why there are no bounds on rounding, or ""."""
+    rows: dict[str, dict[str, str]] = json.loads(ROUNDING.read_text())
+    return {row.pop("family"): (name, row) for name, row in rows.items()}

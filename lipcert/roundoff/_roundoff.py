@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,10 @@ class Gains:
         self.residuals = self._residuals(graph)
         self._branches = {w: v for v, (_, w) in self.residuals.items()} if fmt == REAL else {}
         self._gains: dict[Node, dict[Node, float]] = {}
+        # Values of which an operation needs that they stay away from 0.
+        ends = {"sqrt": 0, "rsqrt": 0, "div": 1}
+        read = {node.args[ends[node.op]] for node in graph.nodes if node.op in ends and len(node.args) > ends[node.op]}
+        self._positive = {u for u in graph.nodes if u in read and u.single and self.values[u].lowest > 0}
         self._slopes: dict[Node, dict[Node, float] | None] = {}
         self.device = model.device
         stored = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
@@ -123,12 +128,15 @@ class Gains:
         """The widened ranges of a value, with another Lipschitz constant."""
         value = self.values[node]
         rows = None if value.rows is None else (value.rows[0], value.rows[1] * _WIDER)
-        return Value(value.shape, lip, magnitude=value.magnitude * _WIDER, rows=rows)
+        floor = value.lowest * (2 - _WIDER) if node in self._positive else -math.inf
+        return Value(value.shape, lip, magnitude=value.magnitude * _WIDER, rows=rows, floor=floor)
 
     def slack(self, node: Node) -> float:
         """The ℓ2 distance from its range that a value may have inside the widened range."""
         value = self.values[node]
-        sizes = [value.magnitude] if value.rows is None else [value.magnitude, value.rows[1]]
+        sizes: list[Any] = [value.magnitude] if value.rows is None else [value.magnitude, value.rows[1]]
+        if node in self._positive:
+            sizes.append(value.lowest)
         return float(min(sizes)) * (_WIDER - 1) / OWN_ROUNDING
 
     def of(self, node: Node) -> dict[Node, float]:
