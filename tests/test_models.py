@@ -63,7 +63,9 @@ def test_what_the_table_says_of_each(small_table) -> None:
     assert base.reason == "sort at head"
 
 
-def test_the_command_shows_one_architecture(small_table) -> None:
+def test_the_command_shows_one_architecture(small_table, monkeypatch) -> None:
+    found = {"vision_transformer": ("test_vit", {"float32": "", "float16": "no rule"})}
+    monkeypatch.setattr("lipcert.cli._models.roundings", lambda: found)
     shown = CliRunner().invoke(app, ["models", "vit_small_patch16_224.augreg_in1k"]).stdout
     assert dict(line.split("\t") for line in shown.splitlines()) == {
         "architecture": "vit_small_patch16_224",
@@ -72,6 +74,8 @@ def test_the_command_shows_one_architecture(small_table) -> None:
         "global bound": "has rules",
         "methods with rules": "global, gloro, local",
         "not linearised": "sort at head",
+        "--dtype": "float32 (seen on test_vit)",
+        "--dtype float16": "none: no rule (seen on test_vit)",
         "convert replaces": "LayerNorm by SmoothProject",
         "convert keeps": "Attention: why",
         "next": "lipcert convert vit_small_patch16_224",
