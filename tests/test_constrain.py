@@ -506,7 +506,7 @@ def test_command_prints_and_writes(folder):
         "layer",
         "before",
         "if rescaled",
-        "(clip)",
+        "if clipped",
         "after",
         "error",
         "held out",
