@@ -656,11 +656,12 @@ COMPUTED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "gates": (lambda x, a, b: (1 - a.sigmoid()) * b.softmax(-1), (random(3, 1, 1), random(3, 4, 4))),
     "a table": (lambda x, a: a[torch.arange(16) % 5].view(4, 4, 3).permute(2, 0, 1).contiguous(), (random(5, 3),)),
     "an MLP": (
-        lambda x, a, b, c: F.linear(F.linear(torch.eye(4).to(a), a, b).relu(), c),
+        lambda x, a, b, c: F.linear(F.relu(F.linear(torch.eye(4).to(a), a, b), inplace=True), c),
         (random(6, 4), random(6), random(4, 6)),
     ),
     "a position code": (fourier, (random(3, 8, 1, 1), random(3))),
     "weights that are standardised": (standardised, (random(3, 3, 3, 3), random(3, 1, 1, 1))),
+    "a scale": (lambda x, a: a.clamp(max=4.6).exp(), (random(3, 1, 1),)),
     "a root": (lambda x, a: x / (a.abs() ** 0.5 + 1e-8), (random(4, 4) + 3,)),
     "in float32": (lambda x, a: (a.float() * 0.3).to(x.dtype), (random(4, 4),)),
 }

@@ -45,12 +45,14 @@ class Constants(TorchFunctionMode):
         if self.tracks((args, kwargs)):
             return function(*args, **kwargs)
         given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        call = spelled_out(function, *self.sources((args, kwargs)))
+        written = bool(kwargs.get("inplace"))  # a replay must not write to its operand
+        named = {**kwargs, "inplace": False} if written else kwargs
+        call = spelled_out(function, *self.sources((args, named)))
         outcome = function(*args, **kwargs)
         if (parts := parts_of(canonical(function), args, kwargs)) is not None and isinstance(outcome, Tensor):
             with self:
                 self.same(outcome, parts(*args, **kwargs))
-        elif not any(outcome is tensor for tensor in given):
+        elif written or not any(outcome is tensor for tensor in given):
             self.remember(*call, outcome)
         return outcome
 

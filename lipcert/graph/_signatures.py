@@ -10,6 +10,7 @@ from typing import Any
 # tests/test_arguments.py compares this table with torch's own signatures.
 _SIGNATURES = """
 abs neg relu relu6 silu mish sigmoid tanh hardsigmoid hardswish softsign log_sigmoid square sqrt rsqrt: input inplace
+exp: input
 add sub rsub: input other * alpha
 mul matmul max min maximum minimum: input other
 div: input other * rounding_mode

@@ -120,6 +120,13 @@ def _exponential(call: Call, base: Any, x: Value) -> Value:
     return Value(call.shape, x.lip * largest * (abs(math.log(base)) * _ROUNDED), magnitude=largest, floor=0.0)
 
 
+@rounding("exp")
+def exp_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """A library function, in constants that a network computes: it has no Lipschitz constant on all numbers."""
+    x = operands[0]
+    return fmt.function((x.nominal + x.over(x.rho)).exp() * _ROUNDED)
+
+
 def _of_root(energy: Origin) -> Upper:
     """The constant of √(‖x‖²/n + eps), the length of the vector (x/√n, √eps): 1/√n times that of x."""
     return energy.source.lip * (Upper(1) / energy.count).sqrt()
