@@ -960,7 +960,6 @@ def test_what_the_command_refuses(folder) -> None:
     other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
     assert "FILE numbers them, and --model-args num_classes=10 makes a head" in other
     assert "at least 1 image" in refused(small, *SHORT, "--batch-size", 0)
-    assert "second derivatives" in refused(small, *SHORT, "--amp", "bfloat16")
     assert "a number, or the first and the last" in refused(small, *SHORT, "--temperature", "hot")
     assert "'*.fc1=1.2', got '*.fc1'" in refused(small, *SHORT, "--max-norm", "*.fc1")
     assert "no layer of the network matches" in refused(small, *SHORT, "--max-norm", "*.fc9=1")
