@@ -264,6 +264,8 @@ def _check_learning(epoch: Epoch, figures: Mapping[str, float], validation: Vali
     if validation is None or accuracy is None or not max(2, epoch.epochs / 3) <= epoch.number < epoch.epochs:
         return
     count = len(validation.labels)
+    if count < _HELD_OUT[0]:
+        return
     largest = validation.labels.bincount().max().item() / count
     if accuracy <= largest + 2 * math.sqrt(largest * (1 - largest) / count):
         raise InputError(

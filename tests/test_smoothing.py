@@ -504,7 +504,7 @@ def test_training_under_noise_makes_certificates_of_the_smoothed_classifier() ->
         ({"loss": "noise"}, "the loss noise needs sigma"),
         ({"loss": "noise", "sigma": -1.0}, "sigma must be a positive number"),
         ({"loss": "ce", "sigma": 0.25}, "the loss ce has no use for sigma"),
-        ({"loss": "ce", "consistency": 1.0}, "consistency is a part of the loss noise"),
+        ({"loss": "ce", "consistency": 1.0}, "consistency is for the loss noise"),
         ({"loss": "noise", "sigma": 0.25, "consistency": -1.0}, "consistency must be a number"),
     ],
 )

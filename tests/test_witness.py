@@ -262,7 +262,7 @@ CASTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CASTS)
 def test_a_network_that_computes_in_other_types_too_has_no_bound_on_its_rounding(name):
-    with pytest.raises(UnsupportedCode, match="in float32"):
+    with pytest.raises((UnsupportedCode, InputError), match="in float32"):
         Certifier(loaded(Code(CASTS[name])), 0.1, dtype="float32")
 
 
@@ -361,9 +361,8 @@ def test_what_torch_computes_in_float32_is_no_other_type_of_the_network(dtype):
     def cast(z, x):
         return F.rms_norm(z, (6,), eps=1e-2).float().relu().to(z.dtype)
 
-    assert Certifier(loaded(Code(normalised)), 0.1, "global", dtype=dtype).bound.value > 0
-    with pytest.raises((UnsupportedCode, InputError), match="float32"):
-        Certifier(loaded(Code(cast)), 0.1, "global", dtype=dtype)
+    for code in (normalised, cast):  # each operation rounds in its own type
+        assert Certifier(loaded(Code(code)), 0.1, "global", dtype=dtype).bound.value > 0
 
 
 def test_numbers_of_a_generator_of_its_own_are_constants():
