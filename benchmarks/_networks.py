@@ -436,7 +436,7 @@ _SPOIL: dict[str, Callable[[lipcert.Model, Tensor, random.Random], None]] = {
     "rank one": _respectrum(lambda s: s * (torch.arange(len(s)) == 0)),
     "half zero": _respectrum(lambda s: s * (2 * torch.arange(len(s)) < len(s))),
     "zero": _respectrum(torch.zeros_like),
-    "squares that underflow": _respectrum(lambda s: s * 1e-170),
+    "the smallest numbers": _respectrum(lambda s: s * 1e-55),
     "ties": _tie,
     "kinks": _kink,
     "tokens of little variance": _flat_tokens,

@@ -87,7 +87,7 @@ def test_only_some_parameters_are_trained(tmp_path):
     changed = {name for name, p in model.net.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {"3.weight", "3.bias", "1.bias"}
     assert all(p.requires_grad for p in model.net.parameters())
-    with pytest.raises(InputError, match=r"only has 'attn\.\*', and no parameter matches it"):
+    with pytest.raises(InputError, match=r"only has 'attn\.\*', and no parameter or module matches it"):
         finetune(digits_like(), [(pictures(40), labels)], loss="ce", only="attn.*")
 
 

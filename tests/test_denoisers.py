@@ -170,7 +170,7 @@ def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
             "there is no denoiser 'dtc'; did you mean dct? There are dct, natural",
         ),
         (("--sigma", "0", "--denoiser", "dct"), "needs a positive sigma, such as 0.25, or auto, got 0"),
-        (("--sigma", "auto"), "needs images outside the run"),
+        (("--sigma", "auto", "--limit", "120"), "needs images outside the run"),
         (("--sigma", "auto", "--limit", "{most}"), "at least 8, and there are 3; certify fewer with --limit"),
         (("--sigma", "aut"), "needs a positive sigma, such as 0.25, or auto, got aut"),
     ],
@@ -197,7 +197,7 @@ def test_denoisers_are_for_smoothing(tmp_path: Path) -> None:
     assert said.splitlines()[-1].endswith("use it with --method smoothing")
     code, _, said = command("certify", "bundled", "--eps", "1/255", "--denoiser", "dct", cwd=tmp_path)
     assert code == 2
-    assert said.splitlines() == ["lipcert: this denoiser is for noise of a known sigma; use it with --method smoothing"]
+    assert said.splitlines()[-1].endswith("this denoiser is for noise of a known sigma; use it with --method smoothing")
 
 
 def test_a_module_of_ones_own_under_a_known_name_is_not_written(tmp_path: Path) -> None:

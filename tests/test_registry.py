@@ -66,13 +66,22 @@ def test_no_answer_where_there_is_none(question: str) -> None:
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        ("lipschitz", "no rule for 1 operation: exp at act; add one with @lipcert.bounds.rule, or"),
-        ("remainder", "no remainder rule for 1 operation: exp at act; add one with @lipcert.bounds.remainder, or"),
-        ("rounding", "no rounding rule for 1 operation: exp at act; add one with @lipcert.bounds.rounding, or"),
+        (
+            "lipschitz",
+            "no rule for 1 operation: exp at act; add one with @lipcert.bounds.rule, ",
+        ),
+        (
+            "remainder",
+            "no remainder rule for 1 operation: exp at act; add one with @lipcert.bounds.remainder, ",
+        ),
+        (
+            "rounding",
+            "no rounding rule for 1 operation: exp at act; add one with @lipcert.bounds.rounding, ",
+        ),
     ],
 )
 def test_the_error_names_the_question_and_what_to_do(question: str, message: str) -> None:
-    assert str(UnsupportedOperation([("exp", "act")], question)).startswith(message)
+    assert str(UnsupportedOperation([("exp", "act")], question)).startswith(f"{message}convert the modules, or")
     assert hasattr(lipcert.bounds, message.partition("@lipcert.bounds.")[2].partition(",")[0])
 
 

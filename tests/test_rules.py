@@ -917,7 +917,7 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("exponent 0.5", lambda x: (x - 0.5) ** 0.5),
     ("exponent -1", lambda x: (x - 1) ** -1.0),
     ("exponent 0 ", lambda x: x**0),
-    ("exponent", lambda x: 2**x),
+    ("base must be one positive number", lambda x: (-2.0) ** x),
     ("torch.int64", lambda x: (100 * x).to(torch.int64)),
     ("torch.int64", lambda x: (100 * x).sum(1, dtype=torch.int64)),
     ("torch.bool", lambda x: x.to(torch.bool)),

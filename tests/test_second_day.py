@@ -181,7 +181,10 @@ def test_finetune_keeps_the_best_epoch_and_writes_a_log(tmp_path, monkeypatch):
     rows = [dict(zip(head.split(","), line.split(","), strict=True)) for line in lines]
     assert [row["number"] for row in rows] == ["1", "2", "3"]
     best = max(float(row["clean"]) for row in rows)
-    assert f"best epoch\t{1 + [float(row['clean']) for row in rows].index(best)}, {best:.1%} of held-out images" in result.stdout
+    assert (
+        f"best epoch\t{1 + [float(row['clean']) for row in rows].index(best)}, {best:.1%} of held-out images"
+        in result.stdout
+    )
     assert not list(Path().glob("*.best"))
     model = lipcert.load("m.safetensors")
     held = open_images("train", model, limit=15, purpose="train").others(9)

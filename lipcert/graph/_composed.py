@@ -176,7 +176,9 @@ def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
 
 
 def _of_a_batch_of_one(x: Any, mean: Any, variance: Any, *more: Any, training: bool = False, **named: Any) -> bool:
-    return (training or more[2:3] == (True,)) and mean is None and variance is None and len(x) == 1
+    """Whether these are statistics of a constant, such as a weight: those of an image would be those of its batch."""
+    own = mean is None and variance is None and (training or more[2:3] == (True,))
+    return own and isinstance(x, Tensor) and len(x) == 1
 
 
 def _grows(x: Any, alpha: float = 1.0, *more: Any, **named: Any) -> bool:
