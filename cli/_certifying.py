@@ -297,11 +297,13 @@ def _certify_with(
     if settings.method == STAGED and settings.at is None:
         check_noise(loaded)
         _triage(loaded, settings, images)
+    before = time.perf_counter()
     with progress("reading the network") as update:
         certifier = certifier_for(loaded, settings, progress=update, memory=plan.memory)
+    preparation = round(time.perf_counter() - before, 3)
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
-    description = {**describe(loaded, images, certifier, typed()), "name": label}
+    description = {**describe(loaded, images, certifier, typed()), "name": label, "preparation_seconds": preparation}
     if choice is not None:
         description["sigma_choice"] = choice
     file = out if isinstance(out, Path) else None

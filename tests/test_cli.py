@@ -573,6 +573,7 @@ def test_json_is_all_that_is_printed(folder):
     printed = json.loads(result.stdout)
     assert printed == json.loads(Path("r.summary.json").read_text())
     assert printed["counts"]["images"] == 5
+    assert printed["preparation_seconds"] > 0
     assert printed["command"].split()[0] == "lipcert"
     assert len(printed["bound"]["layers"]) == len(lipcert.lipschitz(load(None)).layers)
     assert json.loads(run(*command, "--json", "--fail-under", "0.5", code=1).stdout)["counts"]["images"] == 5
