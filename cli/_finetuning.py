@@ -207,7 +207,7 @@ def run(
                 *(
                     []
                     if validation is None
-                    else [("best epoch", f"{validation.epoch}, {validation.best:.1%} of held-out images")]
+                    else [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images")]
                 ),
                 ("written", str(path)),
                 ("certified", "not yet: run certify"),

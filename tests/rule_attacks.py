@@ -25,6 +25,7 @@ from lipcert.bounds import (
     local_error,
     remainder_of,
 )
+from lipcert.bounds.testing import _Applied
 from lipcert.errors import InputError
 from lipcert.graph import Graph, Node, capture, explicit_attention, map_nodes, needed, run
 from lipcert.numerics import DTYPES, Format
@@ -113,18 +114,6 @@ def check_rule(
 def applied(function: Callable[[Tensor], Tensor] | nn.Module) -> nn.Module:
     """A function as a module in float64."""
     return _Applied(function).double().eval()
-
-
-class _Applied(nn.Module):
-    """A function as a module, with a parameter that carries the dtype."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.function = function
-        self.marker = nn.Parameter(torch.zeros(()), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def _point(size: tuple[int, ...], index: int, generator: torch.Generator) -> Tensor:

@@ -23,7 +23,7 @@ from lipcert.certifier import Certifier
 from lipcert.cli import app
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
-from lipcert.inputs.data import open_images
+from lipcert.inputs.data import Batch, open_images
 from lipcert.inputs.processes import Processes
 from lipcert.settings import GLOBAL, RECIPES, SCHEDULES, recipe_settings
 from lipcert.training import (
@@ -36,6 +36,7 @@ from lipcert.training import (
     Mixed,
     Muon,
     NormHold,
+    Validation,
     _finetune,
     adversarial_loss,
     emma_loss,
@@ -608,6 +609,30 @@ def test_only_takes_modules_and_names_the_nearest() -> None:
             assert {id(p) for p in model.parameters()} - {id(p) for p in _finetune._others(model, pattern)} == head
 
 
+def test_validation_ranks_by_accuracy_while_nothing_is_certified(tmp_path) -> None:
+    """Of two epochs without certified images, the more accurate one counts."""
+    torch.manual_seed(0)
+    first, second = (lipcert.load("liresnet_l6w64", pretrained=False, num_classes=10, width=8) for _ in range(2))
+    images = torch.rand(16, *first.input_size)
+    with torch.no_grad():
+        labels = second(images).argmax(1)
+        assert not torch.equal(first(images).argmax(1), labels)
+    batch = Batch(tuple(range(16)), images, labels)
+    validation = Validation(first, batch, FinetuneSettings(loss="emma", eps=5.0), tmp_path / "best")
+    assert validation(1, True)["certified"] == 0
+    first.load_state_dict(second.state_dict())
+    assert validation(2, True) == {"clean": 1.0, "certified": 0.0}
+    assert validation.epoch == 2
+    assert Validation(first, batch, FinetuneSettings(loss="emma", eps=5.0), tmp_path / "best").best == [0.0, 1.0]
+
+
+def test_a_log_replaces_a_file_of_another_kind(tmp_path) -> None:
+    (tmp_path / "log.csv").write_text("a,b\n1,2\n")
+    Log(tmp_path / "log.csv")(Epoch(1, 2, 1.0, 0.5, 0.1, 1.0), {"clean": 0.1})
+    (row,) = csv.DictReader((tmp_path / "log.csv").open())
+    assert (row["number"], row["clean"]) == ("1", "0.1")
+
+
 def test_a_log_keeps_its_rows_when_a_run_resumes(tmp_path) -> None:
     epochs = [Epoch(number, 3, 1.0 / number, 0.5, 0.1, 1.0) for number in (1, 2, 3)]
     log = Log(tmp_path / "log.csv")
@@ -945,6 +970,7 @@ def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:
     monkeypatch.setattr(module, "_say_epoch", say)
     result = run("small.lipcert.safetensors", *SHORT)
     assert "epoch 2 of 2" in result.stderr
+    assert result.stderr.count("epoch 1 of 2: ") == 1  # it may not have been reported before
     assert (folder / "small.finetuned.lipcert.safetensors").exists()
 
 

@@ -131,7 +131,8 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
         assert not close(first[loss], before)
         assert all(torch.equal(value, second[loss][name]) for name, value in first[loss].items())
         assert first[f"{loss} epochs"] == second[f"{loss} epochs"]
-        *_, (number, mean, accuracy) = first[f"{loss} epochs"]  # the first epoch was before the stop
+        again, (number, mean, accuracy) = first[f"{loss} epochs"]  # the first epoch was before the stop
+        assert again[0] == 1
         assert (number, accuracy) == (2, epochs[1].accuracy)
         assert mean == pytest.approx(epochs[1].loss, rel=1e-5)
     assert not (tmp_path / "c1").exists()

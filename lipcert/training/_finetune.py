@@ -168,7 +168,8 @@ def finetune(
 
         head = classifier(model)
         fitted = None
-        if asked.loss == "noise" and head is not None and {*head.parameters()} == {*run.parameters}:
+        alone = processes.count == 1 and head is not None and {*head.parameters()} == {*run.parameters}
+        if asked.loss == "noise" and head is not None and alone:
             fitted = fit_head(head, run.checked, run.logits, run.noisy, asked.epochs)
         if fitted is not None and progress is not None:
             progress(fitted)

@@ -1,6 +1,7 @@
 """What may follow an epoch of training: a line in a log, and validation that keeps the best weights."""
 
 import csv
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +25,8 @@ class Validation:
     Measured are ``clean``, the accuracy, or ``noisy``, that under the noise of training for the loss noise;
     ``certified``, the accuracy certified by gloro at ε, for the losses with the global bound; and for the other losses
     but ce, ``limit``: the share of images that are correctly classified and whose first-order limit is above ε, which
-    estimates the anchored certificate from above. The last one is the score.
+    estimates the anchored certificate from above. The last one is the score; where epochs are equal in it, as while
+    nothing is certified, the first one counts.
 
     Args:
         model: the model in training.
@@ -43,11 +45,11 @@ class Validation:
             self.smoothed.tell(cast(float, asked.sigma))
         noise = torch.randn(batch.images.shape, generator=torch.Generator().manual_seed(0)) * (asked.sigma or 0.0)
         self.images = batch.images + noise
-        self.best, self.epoch = -1.0, 0
+        self.best, self.epoch = [-1.0], 0
         if file.exists():
             with safe_open(file, "pt") as content:
                 recorded = content.metadata()
-            self.best, self.epoch = float(recorded["score"]), int(recorded["epoch"])
+            self.best, self.epoch = json.loads(recorded["score"]), int(recorded["epoch"])
 
     def __call__(self, epoch: int, first: bool) -> dict[str, float]:
         """Measures the model after an epoch; the first process writes the weights if they are the best so far."""
@@ -65,12 +67,12 @@ class Validation:
             ]
             figures["limit"] = correct & (torch.cat(limits) > self.asked.eps)
         shares = {name: right.double().mean().item() for name, right in figures.items()}
-        score = [*shares.values()][-1]
-        if score > self.best:
-            self.best, self.epoch = score, epoch
+        ranks = [*shares.values()][::-1]
+        if ranks > self.best:
+            self.best, self.epoch = ranks, epoch
             if first:
                 state = {name: value.contiguous() for name, value in self.model.state_dict().items()}
-                safetensors.torch.save_file(state, self.file, {"score": str(self.best), "epoch": str(epoch)})
+                safetensors.torch.save_file(state, self.file, {"score": json.dumps(self.best), "epoch": str(epoch)})
         return shares
 
     def restore(self) -> None:
@@ -110,8 +112,10 @@ class Log:
                     self.board.add_scalar(name, value, epoch.number)
             self.board.flush()
             return
-        with self.path.open(newline="") as file:
-            before = [known for known in csv.DictReader(file) if int(known["number"]) < epoch.number]
+        before: list[dict[str, Any]] = []
+        if epoch.number > 1 and self.path.exists():
+            with self.path.open(newline="") as file:
+                before = [row for row in csv.DictReader(file) if int(row.get("number") or epoch.number) < epoch.number]
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, dict.fromkeys([*(before[0] if before else ()), *row]))
             writer.writeheader()
