@@ -63,6 +63,9 @@ class Advice(NamedTuple):
 def advise(status: Status) -> Advice:
     """What to do next."""
     data = ["--data", status.data or "IMAGES", *status.lists]
+    # Images that were certified measure a network, so they are not those that it is trained on.
+    train = ["--data", "TRAIN"] if status.images or not status.data else data
+    train += ["--eps", status.eps]
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:
@@ -74,19 +77,17 @@ def advise(status: Status) -> Advice:
         reason += "minutes at most; run again, it continues"
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
         sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100", "--time-budget", "10m"]
-        train = ["--data", status.data or "TRAIN", *status.lists, "--eps", status.eps]
         head = command("finetune", *status.model, *train, "--recipe", "noise", "--only", "head", *front)
         new = ["liresnet_l6w64", "--no-pretrained", "--model-args", "num_classes=N", *train, "--recipe", "liresnet"]
         others = (
             Advice(head, "a head that is fitted to noisy images, in minutes, keeps more accuracy at a larger sigma"),
             Advice(
-                command("finetune", *new, "--teacher", status.model[0]),
+                command("finetune", *new, "--teacher", status.model[0] if len(status.model) == 1 else "ARTIFACT"),
                 "a Lipschitz network that learns from this one takes hours to train, and each certificate milliseconds",
             ),
         )
         return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason, others)
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
-        train = ["--data", status.data or "TRAIN", *status.lists, "--eps", status.eps]
         return Advice(command("finetune", *status.model, *train), "certificates need margins for which it trains")
     bundled = list(status.model) == ["bundled"] and status.data is None
     return Advice(command("certify", *status.model, *([] if bundled else data), "--eps", status.eps))

@@ -207,9 +207,13 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
-def test_suggested_commands_can_be_typed(known):
-    words = shlex.split(advise(known).command)
+SUGGESTED = {f"{name} {i}": (known, advice.command) for name, known in KNOWN.items()
+             for i, advice in enumerate((advise(known), *advise(known).others))}  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "command"), SUGGESTED.values(), ids=SUGGESTED)
+def test_suggested_commands_can_be_typed(known, command):
+    words = shlex.split(command)
     assert words[0] == "lipcert"
     group = get_command(app)
     command = group.get_command(Context(group), words[1])
@@ -228,6 +232,16 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     assert advise(KNOWN["tight"]).command == "lipcert certify bundled --eps 36/255"
     assert advise(KNOWN["certified"]).command == "lipcert report r.jsonl --html r.html"
     assert advise(KNOWN["nothing certified"]).command == "lipcert report r.jsonl --html r.html"
+
+
+def test_nothing_is_trained_on_the_images_that_were_certified():
+    model = ["vit_base_patch16_224", "--checkpoint", "w.pth"]
+    found = advise(Status(model, log10=40.0, data="val", lists=LISTS, images=8, rows=Path("r.jsonl")))
+    assert "--data val --labels l.csv" in found.command
+    assert [("--data TRAIN --eps" in other.command, "val" in other.command) for other in found.others] == [
+        (True, False)
+    ] * 2
+    assert found.others[1].command.endswith("--teacher ARTIFACT")  # --teacher takes no --checkpoint
 
 
 def test_certify_on_a_network_without_data_says_what_it_can(tmp_path, monkeypatch):
