@@ -36,11 +36,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
-from lipcert.bounds import NoAnswer, Value, _global, _value, kept_whole, remainder_of
+from lipcert.bounds import NoAnswer, Value, _global, kept_whole, remainder_of
 from lipcert.bounds.rules import linear
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, explicit_attention, needed, outline
 from lipcert.inputs.zoo import TABLE
+from lipcert.norms import Operator
 from lipcert.numerics import Upper
 from lipcert.surgery._swap import plan
 
@@ -277,8 +278,7 @@ def _without_arithmetic() -> contextlib.ExitStack:
     one = property(lambda map: Upper(1))
     stack = contextlib.ExitStack()
     for target, name, cheap in (
-        (_value.Dense, "norm", one),
-        (_value.Conv, "norm", one),
+        (Operator, "norm", one),
         (linear, "largest_row_sum", lambda weight: Upper(1)),
         (linear, "largest_row_norm", lambda weight: Upper(1)),
         (linear, "constant_part", lambda weight, offset, error: (torch.zeros(len(weight)).double(), error)),

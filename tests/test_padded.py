@@ -9,7 +9,7 @@ from torch import nn
 
 import lipcert
 from lipcert.errors import LipcertError
-from lipcert.norms import Border, _padded, padded_conv_norm
+from lipcert.norms import Geometry, _padded, conv_norm
 
 
 def drawn(number: int):
@@ -23,18 +23,19 @@ def drawn(number: int):
     sizes, kernel, stride, dilation = ([whole(*ends) for _ in range(dims)] for ends in ((3, 8), (1, 5), (1, 4), (1, 3)))
     mode = ("circular", "reflect", "replicate")[number % 3]
     pads = tuple((whole(0, n), whole(0, n)) for n in sizes)
-    border = Border(mode, pads, tuple(sizes))
-    if any(size < d * (k - 1) + 1 for size, d, k in zip(border.padded, dilation, kernel, strict=True)):
+    geometry = Geometry(tuple(stride), pads, tuple(dilation), groups, mode)
+    if any(n < d * (k - 1) + 1 for n, d, k in zip(geometry.padded(tuple(sizes)), dilation, kernel, strict=True)):
         return None
     weight = torch.randn(3 * groups, 2, *kernel, generator=draw, dtype=torch.float64)
-    return weight, border, {"stride": tuple(stride), "dilation": tuple(dilation), "groups": groups}
+    return weight, tuple(sizes), geometry
 
 
-def matrix_of(weight, border, geometry):
-    inputs = weight.shape[1] * geometry["groups"] * math.prod(border.size)
-    units = torch.eye(inputs, dtype=torch.float64).reshape(inputs, -1, *border.size)
-    convolution = (F.conv1d, F.conv2d)[len(border.size) - 1]
-    return convolution(border.apply(units), weight, None, **geometry).flatten(1)
+def matrix_of(weight, sizes, geometry):
+    inputs = weight.shape[1] * geometry.groups * math.prod(sizes)
+    units = torch.eye(inputs, dtype=torch.float64).reshape(inputs, -1, *sizes)
+    convolution = (F.conv1d, F.conv2d)[len(sizes) - 1]
+    padded = F.pad(units, [side for pair in reversed(geometry.padding) for side in pair], geometry.mode)
+    return convolution(padded, weight, None, geometry.stride, 0, geometry.dilation, geometry.groups).flatten(1)
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -43,17 +44,17 @@ def test_norms_are_bounds_and_those_of_whole_circles_are_exact(number, dense, mo
     case = drawn(number)
     if case is None:
         return
-    weight, border, geometry = case
+    weight, sizes, geometry = case
     monkeypatch.setattr(_padded, "_DENSE_SIDE", 512 if dense else 0)
-    matrix = matrix_of(weight, border, geometry)
+    matrix = matrix_of(weight, sizes, geometry)
     truth = float(torch.linalg.matrix_norm(matrix, 2))
-    found = float(padded_conv_norm(weight, border, **geometry))
+    found = float(conv_norm(weight, sizes, **vars(geometry)))
     assert found >= truth
-    whole = all(n % s == 0 for n, s in zip(border.size, geometry["stride"], strict=True))
-    circle = border.mode == "circular" and whole and matrix.shape[1] == weight.shape[0] * math.prod(
-        n // s for n, s in zip(border.size, geometry["stride"], strict=True)
+    whole = all(n % s == 0 for n, s in zip(sizes, geometry.stride, strict=True))
+    circle = geometry.mode == "circular" and whole and matrix.shape[1] == weight.shape[0] * math.prod(
+        n // s for n, s in zip(sizes, geometry.stride, strict=True)
     )  # fmt: skip
-    if circle or (dense and len(matrix) <= 512 and weight.shape[0] * math.prod(border.padded) <= 2048):
+    if circle or (dense and len(matrix) <= 512 and weight.shape[0] * math.prod(geometry.padded(sizes)) <= 2048):
         assert found <= truth * (1 + 1e-4)
 
 
@@ -88,9 +89,8 @@ def test_borders_that_hold_little_weight_cost_little(mode):
     weight = torch.zeros(2, 2, 3, 3, dtype=torch.float64)
     weight[..., 1, 1] = torch.eye(2)
     weight[..., 0, 0] = 0.01 * torch.eye(2)
-    border = Border(mode, ((1, 1), (1, 1)), (40, 40))
-    assert border.uses() == 4
-    assert float(padded_conv_norm(weight, border, stride=(1, 1), dilation=(1, 1))) < 1.04  # and not 2.02
+    assert Geometry.of((3, 3), padding=1, mode=mode).uses((40, 40)) == 4
+    assert float(conv_norm(weight, (40, 40), padding=1, mode=mode)) < 1.04  # and not 2.02
 
 
 LINES = {

@@ -153,25 +153,6 @@ def test_linear_keeps_keys_and_output() -> None:
     assert torch.equal(conv(image), lip_conv(image))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "stride", "dilation", "groups"),
-    [(3, 1, 1, 1), (4, 4, 1, 1), (3, 2, 1, 2), (5, 2, 2, 1), (3, 3, 2, 1), (2, 3, 1, 1)],
-)
-def test_training_norm_of_convolutions_is_above(kernel: int, stride: int, dilation: int, groups: int) -> None:
-    conv = LipConv2d(2, 4, kernel, stride=stride, dilation=dilation, groups=groups, bias=False).double()
-    norm = conv.norm()
-    norm.backward()
-    assert norm.item() >= float(jacobian_norm(conv, torch.zeros(2, 11, 11, dtype=torch.float64)))
-    assert conv.weight.grad is not None
-    assert bool(conv.weight.grad.abs().sum() > 0)
-
-
-def test_training_norm_of_linear() -> None:
-    linear = LipLinear(6, 9).double()
-    exact = float(torch.linalg.matrix_norm(linear.weight.detach(), 2))
-    assert exact <= linear.norm().item() <= 1.05 * exact
-
-
 tokens = st.integers(0, 2**31).map(
     lambda seed: torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 )
@@ -515,7 +496,6 @@ def test_window_mask_takes_the_worst_window() -> None:
         lambda: LipConv2d(3, 4, 3).lipschitz((4, 8, 8)),
         lambda: LipConv2d(3, 4, 3).lipschitz((3, 8)),
         lambda: LipConv2d(3, 4, 3).lipschitz((3, 2, 2)),
-        lambda: LipConv2d(3, 4, 3, padding=1, padding_mode="reflect").lipschitz((3, 8, 8)),
         lambda: LayerProject(4, 0.0),
         lambda: SmoothProject(4, math.nan),
         lambda: LayerProject(4).lipschitz((5,)),

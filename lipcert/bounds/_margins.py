@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._scales import SMALLEST_SCALE
-from lipcert.bounds._value import COMPOSED, Dense
+from lipcert.norms import COMPOSED, Operator
 from lipcert.numerics import l2_norm, times
 
 # Margins and quotients are computed in float64 with a few roundings each. This factor lowers a radius by more than they
@@ -30,9 +30,10 @@ class MarginBounds:
         output = analysis.output
         self.classes = output.shape[-1]
         self.weight: Tensor | None = None
-        if rows and isinstance(output.map, Dense) and output.base is not None and not output.map.identity:
-            self.weight = output.map.folded().double()
-            self.composed = output.map.composed
+        last = output.map
+        if rows and isinstance(last, Operator) and last.geometry is None and output.base and not last.identity:
+            self.weight = last.folded().double()
+            self.composed = last.composed
             self.constant = output.base.lip * COMPOSED
         else:
             # √2, rounded up: sqrt rounds to nearest.

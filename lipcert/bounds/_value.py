@@ -21,20 +21,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lipcert.errors import InputError
-from lipcert.norms import conv_norm, dense_norm
-from lipcert.numerics import INFINITE, Number, Upper, computed_l2_norm, estimated, give_back, held, l2_norm
-
-# Factors that a network multiplies are multiplied here in float64, and each product rounds. A sum with 1 enlarges a
-# relative error at most 2¹⁰ times. With that included, 1000 successive roundings change an entry by less than this
-# factor.
-COMPOSED = 1 + 2**-33
-_LARGE = 2**18
+from lipcert.norms import COMPOSED, Geometry
+from lipcert.numerics import INFINITE, Number, Upper, computed_l2_norm, estimated, held, l2_norm
 
 
 class LinearMap(Protocol):
@@ -74,140 +68,21 @@ class Scale:
         return self.scale.reshape(-1) if self.scale.numel() == self.scale.shape[axis] else None
 
 
-class Dense:
-    """The matrix diag(rows)·weight·diag(columns) + identity·I, of shape (out, in), applied along the last axis.
+class Padded:
+    """A padding that repeats entries; the convolution after it is bounded together with it."""
 
-    The factors are multiplied out only while a norm is computed, so a network's maps take no extra memory.
-    """
-
-    def __init__(
-        self, weight: Tensor, identity: float = 0.0, rows: Tensor | None = None, columns: Tensor | None = None
-    ):
-        self.weight = held(weight)
-        self.identity = identity
-        self.rows = rows
-        self.columns = columns
-
-    @property
-    def composed(self) -> bool:
-        """Whether the norm needs products of the factors, which round."""
-        return self.rows is not None or self.columns is not None
-
-    def folded(self) -> Tensor:
-        """The matrix without the identity; float64 if it is composed."""
-        return _folded(self.weight, self.rows, self.columns)
+    def __init__(self, geometry: Geometry, size: tuple[int, ...]):
+        self.geometry, self.size = geometry, size
 
     @cached_property
     def norm(self) -> Upper:
-        matrix = self.folded()
-        norm = _with_roundings(dense_norm(matrix, identity=self.identity), matrix, self.composed)
-        del matrix
-        _tidy(self.weight)
-        return norm
+        return Upper(self.geometry.uses(self.size)).sqrt()
 
-    def scaled(self, scale: Tensor) -> Dense | None:
-        if self.identity or scale.numel() != scale.shape[-1] or scale.numel() not in (1, self.weight.shape[0]):
-            return None
-        return Dense(self.weight, rows=_product(self.rows, scale.reshape(-1, 1)), columns=self.columns)
+    def scaled(self, scale: Tensor) -> None:
+        """No scale is folded into it."""
 
-    def after(self, inner: Scale) -> Dense | None:
-        """self ∘ inner."""
-        columns = inner.along(-1)
-        return None if columns is None else Dense(self.weight, columns=columns)
-
-    def plus_identity(self) -> Dense | None:
-        square = self.weight.shape[0] == self.weight.shape[1]
-        return Dense(self.weight, 1.0, self.rows, self.columns) if square and not self.identity else None
-
-
-class Conv:
-    """A convolution with zero padding, channels along axis 1; ``rows``, ``columns``, ``identity`` as in :class:`Dense`.
-
-    ``rows`` multiplies the weights of each output channel. ``columns``, with the shape of the weight's first two axes,
-    multiplies those of each input channel.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        input_size: tuple[int, ...],
-        geometry: dict[str, Any],
-        identity: float = 0.0,
-        rows: Tensor | None = None,
-        columns: Tensor | None = None,
-    ):
-        self.weight = held(weight)
-        self.input_size = input_size
-        self.geometry = geometry
-        self.identity = identity
-        self.rows = rows
-        self.columns = columns
-
-    @cached_property
-    def norm(self) -> Upper:
-        weight = _folded(self.weight, self.rows, self.columns)
-        norm = conv_norm(weight, self.input_size, identity=self.identity, **self.geometry)
-        norm = _with_roundings(norm, weight, self.rows is not None or self.columns is not None)
-        del weight
-        _tidy(self.weight)
-        return norm
-
-    def scaled(self, scale: Tensor) -> Conv | None:
-        if (
-            self.identity
-            or scale.dim() < 2
-            or scale.numel() != scale.shape[1]
-            or scale.numel() not in (1, self.weight.shape[0])
-        ):
-            return None
-        rows = scale.reshape(-1, *[1] * (self.weight.dim() - 1))
-        return self._with(_product(self.rows, rows), self.columns)
-
-    def after(self, inner: Scale) -> Conv | None:
-        """self ∘ inner."""
-        channels = inner.along(1)
-        groups = self.geometry["groups"]
-        if channels is None or channels.numel() != self.weight.shape[1] * groups:
-            return None
-        # The weight is (outputs, inputs of a group): all outputs of a group read the same input channels.
-        per_group = channels.reshape(groups, 1, -1).expand(groups, self.weight.shape[0] // groups, -1)
-        return self._with(None, per_group.reshape(*self.weight.shape[:2], *[1] * (self.weight.dim() - 2)))
-
-    def plus_identity(self) -> Conv | None:
-        geometry = self.geometry
-        square = self.weight.shape[0] == self.weight.shape[1] * geometry["groups"] and all(
-            s == 1 for s in geometry["stride"]
-        )
-        # With d(k − 1)/2 zeros on both sides the middle tap meets the pixel itself, and x + Wx adds 1 to that tap.
-        centred = square and all(
-            pair == (d * (k - 1) // 2,) * 2 and k % 2 == 1
-            for pair, d, k in zip(geometry["padding"], geometry["dilation"], self.weight.shape[2:], strict=True)
-        )
-        return self._with(self.rows, self.columns, 1.0) if centred and not self.identity else None
-
-    def _with(self, rows: Tensor | None, columns: Tensor | None, identity: float = 0.0) -> Conv:
-        return Conv(self.weight, self.input_size, self.geometry, identity, rows, columns)
-
-
-def _folded(weight: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
-    """rows · weight · columns in float64; the weight itself if both factors are None."""
-    if rows is None and columns is None:
-        return weight
-    product = weight.to(torch.float64, copy=True)
-    for factor in (columns, rows):
-        if factor is not None:
-            product *= factor.to(weight.device)
-    return product
-
-
-def _tidy(weight: Tensor) -> None:
-    """Returns the memory of temporary products to the system after the norm of a large weight."""
-    if weight.numel() >= _LARGE and not weight.requires_grad:  # weights require gradients in training only
-        give_back()
-
-
-def _product(factor: Tensor | None, other: Tensor) -> Tensor:
-    return other if factor is None else factor * other.to(factor.device)
+    def plus_identity(self) -> None:
+        """It has no square form."""
 
 
 @dataclass(frozen=True)
@@ -380,15 +255,6 @@ def rounded_down(number: Tensor | float) -> Tensor:
     tensor = torch.as_tensor(number, dtype=torch.float64)
     # 2⁻⁴⁵ = 256 · 2⁻⁵³ is more than a few roundings.
     return torch.where(tensor.isfinite(), tensor - tensor.abs() * 2.0**-45, tensor)
-
-
-def _with_roundings(norm: Upper, weight: Tensor, composed: bool) -> Upper:
-    """Raises the norm of a composed weight W to an upper bound on the norm of the exact one, with or without identity.
-
-    Rounding changes W by E with |E| ≤ c|W|, c = ``COMPOSED`` − 1, and ‖E‖ is at most Σ_taps ‖E_tap‖_F ≤ √(taps)
-    c‖W‖_F ≤ taps · c‖W‖_F.
-    """
-    return norm + vector_norm(weight) * (math.prod(weight.shape[2:]) * (COMPOSED - 1)) if composed else norm
 
 
 def largest(tensor: Tensor) -> Upper:

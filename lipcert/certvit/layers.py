@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,35 +12,31 @@ from torch import Tensor, nn
 from lipcert.certvit.moments import Holder, evaluating
 from lipcert.errors import InputError
 from lipcert.model import Model
-from lipcert.norms import conv_norm, dense_norm
+from lipcert.norms import Geometry, Operator, dense_norm
 from lipcert.surgery import L2Attention
 
 Untouched = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Operator:
+class Shape:
     """What the norm of a layer depends on besides its weight; worker processes get it.
 
     Attributes:
-        groups: the number of equal groups of rows of the weight, of which the largest norm counts: heads, or groups of
-            a convolution whose padding is not zeros.
-        sizes: the (height, width) of the inputs of a convolution with zero padding; empty otherwise.
-        geometry: the stride, padding, dilation and groups of such a convolution.
+        heads: the number of equal groups of rows of a matrix, of which the largest norm counts.
+        sizes: the (height, width) of the inputs of a convolution.
+        geometry: that of the convolution.
     """
 
-    groups: int = 1
+    heads: int = 1
     sizes: tuple[tuple[int, ...], ...] = ()
-    geometry: tuple[tuple[str, Any], ...] = ()
+    geometry: Geometry | None = None
 
     def norm(self, weight: Tensor) -> float:
-        """An upper bound on the ℓ2 norm of the layer with this weight.
-
-        For a convolution with padding other than zeros it is that of the flattened kernel.
-        """
-        if self.sizes:
-            return float(max(conv_norm(weight, size, **dict(self.geometry)) for size in self.sizes))
-        return float(dense_norm(weight.flatten(1).unflatten(0, (self.groups, -1))))
+        """An upper bound on the ℓ2 norm of the layer with this weight."""
+        if self.geometry is None:
+            return float(dense_norm(weight.unflatten(0, (self.heads, -1))))
+        return float(max(Operator(weight, self.geometry, size).norm for size in self.sizes))
 
 
 @dataclass
@@ -67,17 +62,13 @@ class Layer:
         return weight
 
     @property
-    def operator(self) -> Operator:
+    def shape(self) -> Shape:
         """How the layer applies its weight."""
-        module = self.module
-        if isinstance(module, L2Attention):
-            return Operator(module.num_heads)
-        if not isinstance(module, nn.Conv2d):
-            return Operator()
-        if module.padding_mode != "zeros":
-            return Operator(module.groups)
-        geometry = tuple((key, getattr(module, key)) for key in ("stride", "padding", "dilation", "groups"))
-        return Operator(sizes=tuple(sorted(self.sizes)), geometry=geometry)
+        if isinstance(self.module, L2Attention):
+            return Shape(self.module.num_heads)
+        if isinstance(self.module, nn.Conv2d):
+            return Shape(sizes=tuple(sorted(self.sizes)), geometry=Geometry.of_module(self.module))
+        return Shape()
 
 
 def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer], list[Untouched]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lipcert.errors import InputError
 from lipcert.inputs.processes import Processes
+from lipcert.norms import Geometry
 from lipcert.surgery import L2Attention
 
 _PANEL = 384  # columns
@@ -276,9 +277,10 @@ class _Hook:
     def _require_plain(self, module: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> None:
         """Checks that the layer only multiplies its inputs by the weight; a subclass may pad them first."""
         first = inputs[:1]
-        plain = F.linear(first, module.weight) if isinstance(module, nn.Linear) else _convolve(module, first)
-        if module.bias is not None:
-            plain = plain + (module.bias[:, None, None] if isinstance(module, nn.Conv2d) else module.bias)
+        if isinstance(module, nn.Linear):
+            plain = F.linear(first, module.weight, module.bias)
+        else:
+            plain = Geometry.of_module(module).apply(first, module.weight, module.bias)
         expected, computed = plain.double(), output[:1].double()
         if not torch.isfinite(computed).all():
             raise InputError(f"layer {self.name} computes NaN or infinity; check its weight")
@@ -289,25 +291,9 @@ class _Hook:
             )
 
 
-def _padded(module: nn.Conv2d, images: Tensor) -> Tensor:
-    """The images with the padding of the convolution."""
-    if isinstance(module.padding, str):
-        sides = zip(module.dilation, module.kernel_size, strict=True)
-        totals = [dilation * (size - 1) if module.padding == "same" else 0 for dilation, size in sides]
-        (top, bottom), (left, right) = [(total // 2, total - total // 2) for total in totals]
-    else:
-        (top, bottom), (left, right) = [(p, p) for p in module.padding]
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(images, (left, right, top, bottom), mode=mode)
-
-
-def _convolve(module: nn.Conv2d, images: Tensor) -> Tensor:
-    return F.conv2d(_padded(module, images), module.weight, None, module.stride, 0, module.dilation, module.groups)
-
-
 def _patches(module: nn.Conv2d, images: Tensor) -> Tensor:
     """The rows that a convolution's weight matrix multiplies: (N, C, H, W) → (G, N · positions, C / G · kh · kw)."""
-    columns = F.unfold(_padded(module, images), module.kernel_size, module.dilation, 0, module.stride)
+    columns = F.unfold(Geometry.of_module(module).pad(images), module.kernel_size, module.dilation, 0, module.stride)
     count, _, positions = columns.shape
     split = columns.reshape(count, module.groups, -1, positions)
     return split.permute(1, 0, 3, 2).reshape(module.groups, count * positions, -1)

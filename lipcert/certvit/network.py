@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds import Progress, lipschitz
 from lipcert.certvit.blockwise import constrain_blockwise
-from lipcert.certvit.layers import Layer, Operator, choose
+from lipcert.certvit.layers import Layer, choose
 from lipcert.certvit.moments import Moments, evaluating, mixing, pooled, stream, watching
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution, constrain_layer
@@ -85,7 +85,7 @@ def constrain(
     report = progress or (lambda what, done, total: None)
     calibration, held = shares(model, loader, held_out)
     chosen, untouched = choose(model, asked.layers)
-    operators = {path: layer.operator for path, layer in chosen.items()}
+    norms = {path: layer.shape.norm for path, layer in chosen.items()}
     _check_labels(model, held, required=held_out is not None)
     notes: list[str] = []
     facts: dict[str, _Facts] = {}
@@ -102,7 +102,7 @@ def constrain(
             for path in list(group):
                 parts = group.pop(path)
                 facts[path] = _Facts.of(parts, chosen[path], asked)
-                yield _task(path, chosen[path], operators[path], parts, methods, facts[path].error, asked)
+                yield _task(path, chosen[path], norms[path], parts, methods, facts[path].error, asked)
                 del parts
         bound_before = _log10_bound(model, lambda *step: report(f"{step[2]} before", *step[:2]), notes)
 
@@ -117,10 +117,7 @@ def constrain(
     for path, outcome in outcomes.items():
         for method, solution in {} if isinstance(outcome, Failure) else outcome.items():
             variants[method][path] = solution.weight.to(before[path])
-    entries = [
-        _entry(path, outcomes[path], facts[path], before[path].dtype, operators[path], before[path], asked)
-        for path in chosen
-    ]
+    entries = [_entry(path, outcomes[path], facts[path], norms[path], before[path], asked) for path in chosen]
     _require_success(entries)
 
     held_errors = _HeldOutErrors(chosen, before, variants[measure])
@@ -229,13 +226,13 @@ class _Facts:
 def _task(
     path: str,
     layer: Layer,
-    operator: Operator,
+    norm: Callable[[Tensor], float],
     parts: list[Moments],
     methods: tuple[str, ...],
     error: float,
     asked: ConstrainSettings,
 ) -> Task:
-    options: dict[str, Any] = {"error": error, "norm": operator.norm, **asked.solver_options()}
+    options: dict[str, Any] = {"error": error, "norm": norm, **asked.solver_options()}
     weight = layer.weight.detach().cpu()
     if asked.engine == "faithful":
         return Task(path, weight, parts, options, _constrain_faithfully)
@@ -269,14 +266,13 @@ def _entry(
     path: str,
     outcome: Outcome,
     facts: _Facts,
-    dtype: torch.dtype,
-    operator: Operator,
+    bound: Callable[[Tensor], float],
     before: Tensor,
     asked: ConstrainSettings,
 ) -> LayerConstraint:
     """The figures of a layer but for those on held-out images."""
     solved = None if isinstance(outcome, Failure) else outcome[asked.lowered]
-    norm = operator.norm(before) if solved is None else solved.norm_before
+    norm = bound(before) if solved is None else solved.norm_before
     norms = {name: norm if isinstance(outcome, Failure) else outcome[name].norm_after for name in BASELINES}
     entry = LayerConstraint(
         path=path,
@@ -296,7 +292,7 @@ def _entry(
         status="failed" if solved is None else solved.status,
         shortfalls=(),
     )
-    return replace(entry, shortfalls=tuple(_shortfalls(entry, outcome, asked, dtype)))
+    return replace(entry, shortfalls=tuple(_shortfalls(entry, outcome, asked, before.dtype)))
 
 
 def _with_held_out(entry: LayerConstraint, error: float | None) -> LayerConstraint:
@@ -462,6 +458,3 @@ def _notes(
             "the weight of q in L2 attention also forms its values, and its change there is not part of its output "
             "error: check the agreement"
         )
-    flattened = [path for path, layer in chosen.items() if getattr(layer.module, "padding_mode", "zeros") != "zeros"]
-    if flattened:
-        yield f"norms of {', '.join(flattened)} are those of the flattened kernel, because their padding is not zeros"

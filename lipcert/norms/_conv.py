@@ -60,21 +60,17 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.errors import InputError
 from lipcert.norms._dense import matrices_norm
 from lipcert.norms._estimate import CANDIDATES, estimate_largest, growths
+from lipcert.norms._geometry import Geometry
 from lipcert.norms._scale import as_float64, normalise, remembered
 from lipcert.norms._verify import chunk_length, dot_error, largest_norm, sum_squares
-from lipcert.numerics import UNIT, Estimator, Upper, or_estimated
-
-Size = int | tuple[int, ...]
-Padding = int | str | tuple[int, ...] | tuple[tuple[int, int], ...]
+from lipcert.numerics import UNIT, Upper
 
 _COARSE = 16
 _COARSE_GAIN = 4
@@ -86,80 +82,20 @@ _SMALL = 20
 _WORTHWHILE = 0.99
 
 
-def _estimate(
-    estimator: Estimator,
-    weight: Tensor,
-    input_size: tuple[int, ...],
-    *,
-    stride: Size = 1,
-    padding: Padding = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    identity: float = 0.0,
-) -> Upper:
-    kernel, strides, dilations, pads = _geometry(weight, input_size, stride, padding, dilation)
-    border = [side for pair in reversed(pads) for side in pair]
-    function = (F.conv1d, F.conv2d, F.conv3d)[len(kernel) - 1]
-
-    def apply(v: Tensor, w: Tensor) -> Tensor:
-        images = F.pad(v.flatten(0, 1), border)
-        result = function(images, w, None, strides, 0, dilations, groups).unflatten(0, v.shape[:2])
-        return result + identity * v if identity else result
-
-    return estimator.norm(apply, weight, (1, weight.shape[1] * groups, *input_size))
-
-
-@or_estimated(_estimate)
-def conv_norm(
-    weight: Tensor,
-    input_size: tuple[int, ...],
-    *,
-    stride: Size = 1,
-    padding: Padding = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-    identity: float = 0.0,
-) -> Upper:
-    """An upper bound on the ℓ2 → ℓ2 norm of a convolution with zero padding, rounding included.
-
-    The bound is the maximum over the frequencies of the smallest torus that contains the image, or over those halfway
-    between them. Strides are handled by the polyphase form, groups by their maximum. If the torus is expensive, a
-    coarser grid with a rigorous correction of at most half a percent per dimension replaces it. Proofs:
-    :mod:`lipcert.norms._conv` and :mod:`lipcert.norms._verify`.
-
-    The bound is usually 1 to 15 % above the exact norm and approaches it as the image grows. It is looser only on
-    images hardly larger than the kernel. It is within 1e-5 for non-overlapping patches and for kernels of size 1.
-
-    Args:
-        weight: shape (out, in/groups, *kernel), 1 to 3 spatial dimensions, real, any floating-point dtype.
-        input_size: spatial size of the input, without channels.
-        stride: one number, or one per dimension.
-        padding: one number, one per dimension, one (left, right) pair per dimension, ``"same"`` or ``"valid"``.
-        dilation: one number, or one per dimension.
-        groups: as in ``torch.nn.functional.conv2d``.
-        identity: factor c of an added identity, for the linear residual c·x + W∗x. It needs stride 1 and an output of
-            the shape of the input.
-
-    Returns:
-        The bound; 0 for a zero or empty weight.
-
-    Raises:
-        InputError: if the arguments do not fit together, or the weight is not real or holds NaN or an infinity.
-    """
-    kernel, strides, dilations, pads = _geometry(weight, input_size, stride, padding, dilation)
-    if groups < 1 or weight.shape[0] % groups:
-        raise InputError(f"{weight.shape[0]} output channels cannot be split into {groups} groups")
-    matrices = as_float64(weight).unflatten(0, (groups, -1))
+def zero_padded_norm(weight: Tensor, size: tuple[int, ...], geometry: Geometry, identity: float) -> Upper:
+    """An upper bound on the norm of a convolution with zero padding, plus ``identity`` times its input."""
+    matrices = as_float64(weight).unflatten(0, (geometry.groups, -1))
     if matrices.numel() == 0:
         return Upper(0)
-    axes = [_axis(*numbers) for numbers in zip(input_size, kernel, strides, dilations, pads, strict=True)]
+    numbers = zip(size, weight.shape[2:], geometry.stride, geometry.dilation, geometry.padding, strict=True)
+    axes = [_axis(*of_one) for of_one in numbers]
     if identity:
         same_size = all(axis.stride == 1 and axis.outputs == axis.inputs for axis in axes)
         if not same_size or matrices.shape[1] != matrices.shape[2]:
             raise InputError("identity needs stride 1 and an output of the same shape as the input")
         widened = any(axis.origin not in axis.exponents for axis in axes)
         axes = [axis.with_exponent(axis.origin) for axis in axes]
-    taps = _polyphase(matrices, axes)
+    taps = polyphase(matrices, axes)
     if identity:
         centre = taps[tuple(axis.exponents.index(axis.origin) for axis in axes)]
         centre.diagonal(dim1=-2, dim2=-1).add_(identity)
@@ -167,47 +103,16 @@ def conv_norm(
     if scale == 0:
         return Upper(0)
     if not identity:
-        return _torus_norm(scaled, axes) * scale
-    joint = (_torus_norm(scaled, axes) + 4 * UNIT) * scale
+        return torus_norm(scaled, axes) * scale
+    joint = (torus_norm(scaled, axes) + 4 * UNIT) * scale
     if not widened:  # then every V̂(ω) is smaller than the sum of the two norms
         return joint
     # On images hardly larger than the kernel a torus with room for the identity may give the larger bound.
-    separate = conv_norm(weight, input_size, padding=padding, dilation=dilation, groups=groups) + abs(identity)
-    return min(joint, separate)
-
-
-def conv_transpose_norm(
-    weight: Tensor,
-    input_size: tuple[int, ...],
-    *,
-    stride: Size = 1,
-    padding: Size = 0,
-    output_padding: Size = 0,
-    dilation: Size = 1,
-    groups: int = 1,
-) -> Upper:
-    """An upper bound on the ℓ2 → ℓ2 norm of a transposed convolution, rounding included.
-
-    A transposed convolution is the adjoint of the convolution with the same parameters on images of the transposed
-    convolution's output size. If ``output_padding`` reaches the stride, it is the adjoint of a restriction to some of
-    that convolution's outputs. So :func:`conv_norm` of that convolution is a bound.
-    """
-    kernel = _kernel(weight, input_size)
-    strides = _per_dimension(stride, len(kernel), "stride", 1)
-    dilations = _per_dimension(dilation, len(kernel), "dilation", 1)
-    pads = _per_dimension(padding, len(kernel), "padding", 0)
-    extras = _per_dimension(output_padding, len(kernel), "output_padding", 0)
-    output_size = tuple(
-        (n - 1) * s - 2 * p + d * (k - 1) + e + 1
-        for n, k, s, d, p, e in zip(input_size, kernel, strides, dilations, pads, extras, strict=True)
-    )
-    if min(output_size) < 1:
-        raise InputError(f"the transposed convolution has an empty output, of size {output_size}; lower the padding")
-    return conv_norm(weight, output_size, stride=strides, padding=pads, dilation=dilations, groups=groups)
+    return min(joint, zero_padded_norm(weight, size, geometry, 0.0) + abs(identity))
 
 
 @dataclass(frozen=True)
-class _Axis:
+class Axis:
     """One dimension in polyphase form.
 
     Attributes:
@@ -230,7 +135,7 @@ class _Axis:
     exponents: tuple[int, ...]
     phases: tuple[int, ...]
 
-    def with_exponent(self, exponent: int) -> _Axis:
+    def with_exponent(self, exponent: int) -> Axis:
         return replace(
             self,
             exponents=tuple(sorted({*self.exponents, exponent})),
@@ -254,7 +159,7 @@ class _Axis:
         return -(-side // ((last - first) // self.steps[-1]))
 
 
-def _axis(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> _Axis:
+def _axis(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> Axis:
     left, right = pads
     outputs = (size + left + right - dilation * (kernel - 1) - 1) // stride + 1
     if outputs < 1:
@@ -271,10 +176,10 @@ def _axis(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, i
     )
     exponents = tuple(sorted({e for _, e, _ in taps}))
     phases = tuple(sorted({r for _, _, r in taps}))
-    return _Axis(size, outputs, stride, origin, reach, taps, exponents, phases)
+    return Axis(size, outputs, stride, origin, reach, taps, exponents, phases)
 
 
-def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
+def polyphase(matrices: Tensor, axes: list[Axis]) -> Tensor:
     """The V_e of the polyphase form."""
     dimensions = len(axes)
     kernels = matrices.movedim(tuple(range(3, 3 + dimensions)), tuple(range(dimensions)))
@@ -289,7 +194,7 @@ def _polyphase(matrices: Tensor, axes: list[_Axis]) -> Tensor:
 
 
 @remembered
-def _torus_norm(taps: Tensor, axes: list[_Axis], twisted: bool = True) -> Upper:
+def torus_norm(taps: Tensor, axes: list[Axis], twisted: bool = True) -> Upper:
     """An upper bound on the maximum over ω of ‖Σ_e V_e e^{iω·e}‖."""
     if len(taps) == 1:
         return matrices_norm(taps[0])
@@ -331,7 +236,7 @@ def _estimates(at: Callable[[Tensor], Tensor], grids: list[Tensor], grid: list[i
     return estimates
 
 
-def _twists(axes: list[_Axis], grid: list[int]) -> Iterator[tuple[int, ...]]:
+def _twists(axes: list[Axis], grid: list[int]) -> Iterator[tuple[int, ...]]:
     """φ/π of each dimension, 0 or 1. Both are tried where the torus is small."""
     small = [1 < side == axis.torus < _SMALL * axis.steps[-1] for axis, side in zip(axes, grid, strict=True)]
     return itertools.product(*((0, 1) if one else (0,) for one in small))
@@ -378,7 +283,7 @@ def _waves(points: Tensor, steps: Tensor, grid: list[int]) -> tuple[Tensor, Tens
     return angles.cos(), angles.sin()
 
 
-def _grid(axes: list[_Axis], work: int) -> tuple[list[int], Upper]:
+def _grid(axes: list[Axis], work: int) -> tuple[list[int], Upper]:
     """The number of frequencies in each dimension, and the correction factor of a coarse grid."""
     fine = [axis.torus for axis in axes]
     coarse = [min(side, max(1, _COARSE * axis.steps[-1])) for axis, side in zip(axes, fine, strict=True)]
@@ -401,62 +306,3 @@ def _half(grid: list[int], twists: tuple[int, ...], device: torch.device) -> Ten
     points = torch.cartesian_prod(*ranges).view(-1, len(grid))
     weights = torch.tensor([math.prod(2 * side for side in grid[i + 1 :]) for i in range(len(grid))], device=device)
     return points[(points * weights).sum(1) <= ((-points) % sides * weights).sum(1)]
-
-
-class _Geometry(NamedTuple):
-    """Kernel size, strides, dilations and (left, right) paddings, one per dimension."""
-
-    kernel: tuple[int, ...]
-    strides: tuple[int, ...]
-    dilations: tuple[int, ...]
-    pads: list[tuple[int, int]]
-
-
-def _geometry(weight: Tensor, input_size: tuple[int, ...], stride: Size, padding: Padding, dilation: Size) -> _Geometry:
-    kernel = _kernel(weight, input_size)
-    strides = _per_dimension(stride, len(kernel), "stride", 1)
-    dilations = _per_dimension(dilation, len(kernel), "dilation", 1)
-    return _Geometry(kernel, strides, dilations, _pads(padding, kernel, strides, dilations))
-
-
-def _kernel(weight: Tensor, input_size: tuple[int, ...]) -> tuple[int, ...]:
-    kernel = tuple(weight.shape[2:])
-    if weight.is_complex() or not 1 <= len(kernel) <= 3:
-        raise InputError(
-            f"a convolution needs a real weight of shape (out, in/groups, *kernel) with 1 to 3 spatial dimensions, "
-            f"got {tuple(weight.shape)}, {weight.dtype}"
-        )
-    if len(input_size) != len(kernel) or min(input_size) < 1:
-        raise InputError(f"a kernel of shape {kernel} needs {len(kernel)} input sizes ≥ 1, got {tuple(input_size)}")
-    return kernel
-
-
-def _per_dimension(value: Size, dimensions: int, name: str, smallest: int) -> tuple[int, ...]:
-    values = (value,) * dimensions if isinstance(value, int) else tuple(value)
-    if len(values) != dimensions or not all(isinstance(v, int) and v >= smallest for v in values):
-        raise InputError(f"{name} must be one number ≥ {smallest}, or {dimensions} of them, got {value}")
-    return values
-
-
-def _pads(
-    padding: Padding, kernel: tuple[int, ...], strides: tuple[int, ...], dilations: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    """(left, right) in each dimension; ``"same"`` puts an odd remainder on the right, as torch does."""
-    if padding == "valid":
-        return [(0, 0)] * len(kernel)
-    if padding == "same":
-        if max(strides) > 1:
-            raise InputError('padding "same" needs stride 1; give the padding as numbers')
-        totals = [dilation * (size - 1) for dilation, size in zip(dilations, kernel, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    paddings = [padding] * len(kernel) if isinstance(padding, (int, str)) else list(padding)
-    pairs = [pair for pair in ((p, p) if isinstance(p, int) else p for p in paddings) if _is_pair(pair)]
-    if len(paddings) != len(kernel) or len(pairs) != len(paddings):
-        raise InputError(
-            f'padding must be numbers ≥ 0, one (left, right) pair per dimension, "same" or "valid", got {padding}'
-        )
-    return pairs
-
-
-def _is_pair(pair: object) -> TypeGuard[tuple[int, int]]:
-    return isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(p, int) and p >= 0 for p in pair)

@@ -21,95 +21,46 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.norms._conv import _Axis, _polyphase, _torus_norm, conv_norm
+from lipcert.norms._conv import Axis, polyphase, torus_norm, zero_padded_norm
 from lipcert.norms._dense import dense_norm
+from lipcert.norms._geometry import Geometry
 from lipcert.norms._scale import as_float64, normalise
-from lipcert.numerics import Estimator, Upper, l2_norm, or_estimated
+from lipcert.numerics import Upper, l2_norm
 
 _DENSE_SIDE = 512
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
-@dataclass(frozen=True)
-class Border:
-    """A padding that repeats entries.
-
-    Attributes:
-        mode: ``"circular"``, ``"reflect"`` or ``"replicate"``.
-        pads: (left, right) of each dimension.
-        size: of the image before it is padded.
-    """
-
-    mode: str
-    pads: tuple[tuple[int, int], ...]
-    size: tuple[int, ...]
-
-    def apply(self, images: Tensor) -> Tensor:
-        """Pads the last dimensions of images, shape (N, C, *size)."""
-        return F.pad(images, [side for pair in reversed(self.pads) for side in pair], self.mode)
-
-    @property
-    def padded(self) -> tuple[int, ...]:
-        """The size after padding."""
-        return tuple(n + left + right for n, (left, right) in zip(self.size, self.pads, strict=True))
-
-    def places(self) -> Tensor:
-        """The entry of the image at each position of the padded one, shape ``padded``."""
-        numbers = torch.arange(math.prod(self.size), dtype=torch.float64).reshape(1, 1, *self.size)
-        return self.apply(numbers)[0, 0].long()
-
-    def uses(self) -> int:
-        """m, how often an entry is used at most."""
-        return int(torch.bincount(self.places().flatten()).max())
-
-
-def _estimate(estimator: Estimator, weight: Tensor, border: Border, **geometry: Any) -> Upper:
-    convolution = _CONVOLUTIONS[len(border.size) - 1]
-
-    def apply(v: Tensor, w: Tensor) -> Tensor:
-        return convolution(border.apply(v.flatten(0, 1)), w, None, **geometry).unflatten(0, v.shape[:2])
-
-    channels = weight.shape[1] * geometry.get("groups", 1)
-    return estimator.norm(apply, weight, (1, channels, *border.size))
-
-
-@or_estimated(_estimate)
-def padded_conv_norm(
-    weight: Tensor, border: Border, *, stride: tuple[int, ...], dilation: tuple[int, ...], groups: int = 1
-) -> Upper:
-    """An upper bound on the norm of a convolution without padding of its own, after a border; proofs in the module."""
+def bordered_norm(weight: Tensor, size: tuple[int, ...], geometry: Geometry) -> Upper:
+    """An upper bound on the norm of a convolution with a padding that repeats entries; proofs in the module."""
     if not weight.numel():
         return Upper(0)
-    geometry = {"stride": stride, "dilation": dilation, "groups": groups}
-    best = conv_norm(weight, border.padded, **geometry) * Upper(border.uses()).sqrt()
-    if border.mode == "circular":
-        best = min(best, _cyclic(weight, border, stride, dilation, groups))
+    zeros = replace(geometry, mode="zeros")
+    bare = replace(zeros, padding=((0, 0),) * len(size))
+    best = zero_padded_norm(weight, geometry.padded(size), bare, 0.0) * Upper(geometry.uses(size)).sqrt()
+    if geometry.mode == "circular":
+        best = min(best, _cyclic(weight, size, geometry))
     else:
-        whole = conv_norm(weight, border.size, padding=border.pads, **geometry)
-        best = min(best, whole + _of_border(weight, border, stride, dilation, groups))
-    inputs = weight.shape[1] * groups * math.prod(border.size)
-    if inputs <= _DENSE_SIDE and weight.shape[0] * math.prod(border.padded) <= 4 * _DENSE_SIDE:
-        best = min(best, _dense(weight, border, geometry, inputs))
+        best = min(best, zero_padded_norm(weight, size, zeros, 0.0) + _of_border(weight, size, geometry))
+    inputs = weight.shape[1] * geometry.groups * math.prod(size)
+    if inputs <= _DENSE_SIDE and weight.shape[0] * math.prod(geometry.padded(size)) <= 4 * _DENSE_SIDE:
+        best = min(best, _dense(weight, size, geometry, inputs))
     return best
 
 
-def _dense(weight: Tensor, border: Border, geometry: dict[str, Any], inputs: int) -> Upper:
-    units = torch.eye(inputs, dtype=torch.float64, device=weight.device).reshape(inputs, -1, *border.size)
-    convolution = _CONVOLUTIONS[len(border.size) - 1]
+def _dense(weight: Tensor, size: tuple[int, ...], geometry: Geometry, inputs: int) -> Upper:
+    units = torch.eye(inputs, dtype=torch.float64, device=weight.device).reshape(inputs, -1, *size)
     scaled, scale = normalise(as_float64(weight))
-    matrix, size = (convolution(border.apply(units), w, None, **geometry).flatten(1) for w in (scaled, scaled.abs()))
+    matrix, sizes = (geometry.apply(units, w).flatten(1) for w in (scaled, scaled.abs()))
     error = math.prod(weight.shape[2:]) * 2.0**-50
-    return (dense_norm(matrix) + Upper(float(l2_norm(size))) * error) * scale
+    return (dense_norm(matrix) + Upper(float(l2_norm(sizes))) * error) * scale
 
 
-class _Cycle(_Axis):
+class _Cycle(Axis):
     """One dimension on ℤ_N, N = ``reach``, in polyphase form."""
 
     @property
@@ -123,40 +74,33 @@ class _Cycle(_Axis):
         return self.reach
 
 
-def _cyclic(weight: Tensor, border: Border, stride: Any, dilation: Any, groups: int) -> Upper:
+def _cyclic(weight: Tensor, size: tuple[int, ...], geometry: Geometry) -> Upper:
     """The circular bound of the module's docstring."""
-    axes: list[_Axis] = []
+    axes: list[Axis] = []
     copies = 1
-    for n, padded, (left, _), k, d, s in zip(
-        border.size, border.padded, border.pads, weight.shape[2:], dilation, stride, strict=True
-    ):
-        outputs = (padded - d * (k - 1) - 1) // s + 1
+    sides = zip(size, geometry.padding, weight.shape[2:], geometry.dilation, geometry.stride, strict=True)
+    for n, (left, right), k, d, s in sides:
+        outputs = (n + left + right - d * (k - 1) - 1) // s + 1
         if n % s:
             outputs, s = (outputs - 1) * s + 1, 1
         copies *= -(-outputs * s // n)
         taps = tuple((t, (d * t - left) // s, (d * t - left) % s) for t in range(k))
         exponents, phases = (tuple(sorted({tap[i] for tap in taps})) for i in (1, 2))
         axes.append(_Cycle(n, outputs, s, 0, n // s, taps, exponents, phases))
-    matrices = as_float64(weight).unflatten(0, (groups, -1))
-    scaled, scale = normalise(_polyphase(matrices, axes).flatten(0, len(axes) - 1))
-    return _torus_norm(scaled, axes, False) * scale * Upper(copies).sqrt() if scale else Upper(0)
+    matrices = as_float64(weight).unflatten(0, (geometry.groups, -1))
+    scaled, scale = normalise(polyphase(matrices, axes).flatten(0, len(axes) - 1))
+    return torus_norm(scaled, axes, False) * scale * Upper(copies).sqrt() if scale else Upper(0)
 
 
-def _of_border(weight: Tensor, border: Border, stride: Any, dilation: Any, groups: int) -> Upper:
+def _of_border(weight: Tensor, size: tuple[int, ...], geometry: Geometry) -> Upper:
     """Σ_t ‖W_t‖√m_t of the module's docstring."""
-    places = border.places()
-    inside = torch.zeros(border.padded, dtype=torch.bool)
-    inside[tuple(slice(left, left + n) for (left, _), n in zip(border.pads, border.size, strict=True))] = True
-    places = torch.where(inside, -1, places)
-    matrices = as_float64(weight).unflatten(0, (groups, -1))
+    places, padded, kernel = geometry.places(size), geometry.padded(size), weight.shape[2:]
+    places[tuple(slice(left, left + n) for (left, _), n in zip(geometry.padding, size, strict=True))] = -1
+    matrices = as_float64(weight).unflatten(0, (geometry.groups, -1))
     total = Upper(0)
-    for tap in itertools.product(*(range(k) for k in weight.shape[2:])):
-        first = [t * d for t, d in zip(tap, dilation, strict=True)]
-        ends = [
-            f + padded - d * (k - 1)
-            for f, padded, d, k in zip(first, border.padded, dilation, weight.shape[2:], strict=True)
-        ]
-        entries = places[tuple(slice(f, end, s) for f, end, s in zip(first, ends, stride, strict=True))].flatten()
+    for tap in itertools.product(*(range(k) for k in kernel)):
+        sides = zip(tap, geometry.dilation, geometry.stride, padded, kernel, strict=True)
+        entries = places[tuple(slice(t * d, t * d + n - d * (k - 1), s) for t, d, s, n, k in sides)].flatten()
         entries = entries[entries >= 0]
         if entries.numel():
             matrix = matrices[(slice(None),) * 3 + tap]

@@ -169,7 +169,7 @@ def plan(
             inside_new.update(module.modules())
         elif type(module) is nn.ReLU and activation != "keep":
             new = ACTIVATIONS[activation]().to(device).train(module.training)
-        elif class_name(module) not in _LINEAR or getattr(module, "padding_mode", "zeros") != "zeros":
+        elif class_name(module) not in _LINEAR:
             continue
         if new is None or module in places:
             edits.append(Edit(path, module, new, places.get(module, ()), after))

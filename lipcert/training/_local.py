@@ -21,6 +21,7 @@ from lipcert.bounds import analyze, kept_whole
 from lipcert.errors import InputError
 from lipcert.graph import Node, capture, needed
 from lipcert.model import Model
+from lipcert.norms import Geometry
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 _LOOKED_AT = 16  # images of a batch that show how often boxes are tighter than balls
@@ -250,34 +251,25 @@ class _Linear:
         self.weight: Tensor = arguments["weight"]
         self.bias: Tensor | None = arguments.get("bias")
         self.inputs = arguments["input"].shape[1:]
-        self.geometry = {key: arguments[key] for key in names[3:] if key in arguments}
-        self.border: list[int] | None = None
-        if node.op == "conv2d" and self.geometry.get("padding") == "valid":
-            del self.geometry["padding"]
-        elif node.op == "conv2d" and self.geometry.get("padding") == "same":
-            dilation = self.geometry.get("dilation", 1)
-            dilation = (dilation, dilation) if isinstance(dilation, int) else dilation
-            totals = [d * (k - 1) for d, k in zip(dilation, self.weight.shape[2:], strict=True)]
-            self.border = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-            del self.geometry["padding"]
+        self.geometry: Geometry | None = None
+        if node.op == "conv2d":
+            given = {key: arguments[key] for key in names[3:] if key in arguments}
+            self.geometry = Geometry.of(tuple(self.weight.shape[2:]), **given)
 
     def __call__(self, v: Tensor) -> Tensor:
         return self.product(v, self.weight, self.bias)
 
     def product(self, v: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The map with another weight of the same shape."""
-        if weight.dim() == 2:
-            return F.linear(v, weight, bias)
-        return F.conv2d(self._padded(v), weight, bias, **self.geometry)
+        return F.linear(v, weight, bias) if self.geometry is None else self.geometry.apply(v, weight, bias)
 
     def weight_gradient(self, v: Tensor, u: Tensor) -> Tensor:
         """The gradient of ⟨u, W v⟩ with respect to W."""
-        if self.weight.dim() == 2:
+        if self.geometry is None:
             return u.flatten(0, -2).mT @ v.flatten(0, -2)
-        return conv2d_weight(self._padded(v), self.weight.shape, u, **self.geometry)
-
-    def _padded(self, v: Tensor) -> Tensor:
-        return v if self.border is None else F.pad(v, self.border)
+        v, padding = self.geometry.native(v)
+        geometry = self.geometry
+        return conv2d_weight(v, self.weight.shape, u, geometry.stride, padding, geometry.dilation, geometry.groups)
 
 
 def local_loss(

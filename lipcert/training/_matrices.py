@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
+from lipcert.norms import Geometry
 from lipcert.settings import MaxNorm
 from lipcert.surgery import L2Attention, LayerProject, SmoothProject
 
@@ -67,7 +68,7 @@ class Matrix:
             return vector, (value @ vector).norm(dim=1, keepdim=True)
         with torch.enable_grad():
             image = vector.detach().requires_grad_()
-            result = F.conv2d(image, conv.weight.detach(), None, conv.stride, conv.padding, conv.dilation, conv.groups)
+            result = Geometry.of_module(conv).apply(image, conv.weight.detach())
             norms = result.reshape(self.groups, -1).norm(dim=1)
             (ahead,) = torch.autograd.grad(norms.sum(), image)  # Wᵀ Wv / ‖Wv‖ for each group
         ahead = ahead.reshape(self.groups, -1)

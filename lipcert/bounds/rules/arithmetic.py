@@ -26,8 +26,9 @@ from lipcert.bounds._registry import (
 )
 from lipcert.bounds._remainder import Against, Bilinear, Remainder, per_image, remainder, worst
 from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
-from lipcert.bounds._value import COMPOSED, Origin, Scale, Value, largest, rounded_down
+from lipcert.bounds._value import Origin, Scale, Value, largest, rounded_down
 from lipcert.graph import Node
+from lipcert.norms import COMPOSED
 from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, held
 
 # Each entry of the result is a multiple of one entry of the operand, plus a constant: by a number, or by a constant.

@@ -13,7 +13,6 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments, per_axis
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
-from lipcert.bounds._padded import Padded, PaddedConv
 from lipcert.bounds._registry import (
     Call,
     NoAnswer,
@@ -27,10 +26,10 @@ from lipcert.bounds._registry import (
 )
 from lipcert.bounds._remainder import Bilinear, remainder
 from lipcert.bounds._rounding import Operand
-from lipcert.bounds._value import Conv, Scale, Value, largest, largest_row_sum
+from lipcert.bounds._value import Padded, Scale, Value, largest, largest_row_sum
 from lipcert.bounds.rules.linear import constant_arguments, matrix_rounding
 from lipcert.graph import Node
-from lipcert.norms import conv_transpose_norm
+from lipcert.norms import Geometry, Operator, conv_transpose_norm
 from lipcert.numerics import Format, Upper, held
 
 
@@ -62,21 +61,16 @@ def conv(
         raise NoAnswer("an input without batch axis")
     if isinstance(weight, Value) or isinstance(bias, Value) or not isinstance(x, Value):
         return _conv_by_values(call, x, weight, bias)
-    dilation = per_axis(dilation, dims)
-    if padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        sides = tuple((total // 2, total - total // 2) for total in totals)
-    elif padding == "valid":
-        sides = ((0, 0),) * dims
-    else:
-        sides = tuple((p, p) for p in per_axis(padding, dims))
-    geometry = {"stride": per_axis(stride, dims), "padding": sides, "dilation": dilation, "groups": groups}
+    geometry = Geometry.of(tuple(weight.shape[2:]), stride, padding, dilation, groups)
     magnitude = largest_row_sum(weight) * x.magnitude + (largest(bias) if bias is not None else 0)
-    inner, operator = x, Conv(weight, x.shape[2:], geometry)
-    if isinstance(x.map, Padded) and x.base is not None and not any(map(any, sides)):
-        return Value(call.shape, magnitude=magnitude, base=x.base, map=PaddedConv(operator, x.map.border))
-    if isinstance(x.map, Scale) and x.base is not None and (folded := operator.after(x.map)) is not None:
-        inner, operator = x.base, folded
+    inner, operator = x, Operator(weight, geometry, x.shape[2:])
+    if isinstance(x.map, Padded) and x.base is not None and not any(map(any, geometry.padding)):
+        border = x.map.geometry
+        inner = x.base
+        operator = Operator(weight, replace(geometry, padding=border.padding, mode=border.mode), inner.shape[2:])
+    if isinstance(x.map, Scale) and x.base is not None:
+        folded = operator.after(x.map.along(1))
+        inner, operator = (x, operator) if folded is None else (x.base, folded)
     return Value(call.shape, magnitude=magnitude, base=inner, map=operator)
 
 

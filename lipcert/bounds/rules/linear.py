@@ -29,10 +29,10 @@ from lipcert.bounds._registry import (
 )
 from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, per_image, remainder
 from lipcert.bounds._rounding import Operand
-from lipcert.bounds._value import Dense, Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
+from lipcert.bounds._value import Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
 from lipcert.bounds.rules.structure import expand
 from lipcert.graph import Node
-from lipcert.norms import verified_norms
+from lipcert.norms import Operator, verified_norms
 from lipcert.numerics import REAL, Format, Upper, at_most, held, l2_norm
 
 # Sums over the last axis of the first factor.
@@ -48,8 +48,8 @@ def dense(call: Call, x: Value, weight: Any, bias: Tensor | None = None) -> Valu
         raise NoAnswer("a weight that is no matrix, or a bias that is no vector")
     shift = largest(bias) if bias is not None else Upper(0)
     magnitude = min(largest_row_sum(weight) * x.magnitude, largest_row_norm(weight) * x.row_norm(-1)) + shift
-    inner, matrix, offset, error = x, Dense(weight), None, Upper(0)
-    if isinstance(x.map, Scale) and x.base is not None and (folded := matrix.after(x.map)) is not None:
+    inner, matrix, offset, error = x, Operator(weight), None, Upper(0)
+    if isinstance(x.map, Scale) and x.base is not None and (folded := matrix.after(x.map.along(-1))) is not None:
         inner, matrix = x.base, folded
         if x.offset is not None:
             offset, error = constant_part(held(weight), x.offset.to(weight.device), x.offset_error)
@@ -151,8 +151,8 @@ def matmul(call: Call, x: Any, y: Any) -> Value:
     if not isinstance(y, Value):
         if y.dim() == 2:
             return dense(call, x, y.mT)
-        # Dense takes a stack of matrices and bounds the largest of their norms.
-        norm = Dense(y.reshape(-1, *y.shape[-2:])).norm
+        # Operator takes a stack of matrices and bounds the largest of their norms.
+        norm = Operator(y.reshape(-1, *y.shape[-2:])).norm
         size = x.row_norm(-1) * norm
         return Value(call.shape, x.lip * norm * _copies_matmul(call, x), magnitude=size, rows=(-1, size))
     right = y.matrix_norm()
@@ -176,7 +176,7 @@ def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
     """W Y for a constant W, which multiplies every column."""
     if weight.dim() < 2 or len(y.shape) < 2:
         raise NoAnswer("vectors")
-    norm = Dense(weight.reshape(-1, *weight.shape[-2:])).norm
+    norm = Operator(weight.reshape(-1, *weight.shape[-2:])).norm
     return Value(call.shape, y.lip * norm * _copies_matmul(call, y), magnitude=y.row_norm(-2) * norm)
 
 
@@ -314,7 +314,7 @@ def einsum(call: Call, equation: str, *tensors: Any) -> Value:
     rhs = _arranged(y, b, (batch, summed, columns), wide)
     product = Call((size(batch), size(rows), size(columns)), call.path)
     if isinstance(lhs, Tensor):
-        norm = Dense(lhs).norm
+        norm = Operator(lhs).norm
         return Value(call.shape, rhs.lip * norm, magnitude=rhs.row_norm(-2) * norm)
     result = matmul(product, lhs, rhs)
     return Value(call.shape, result.lip, magnitude=result.magnitude, floor=result.lowest)

@@ -18,9 +18,10 @@ from lipcert.bounds._kinks import RadialKink
 from lipcert.bounds._registry import Call, NoAnswer, Schur, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import Radial, remainder
 from lipcert.bounds._rounding import Operand, size_and_cast
-from lipcert.bounds._value import COMPOSED, Scale, Value, largest
+from lipcert.bounds._value import Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
 from lipcert.graph import Node
+from lipcert.norms import COMPOSED
 from lipcert.numerics import EXTRA, INFINITE, Format, Upper, held, l2_norm, sum_squares
 
 

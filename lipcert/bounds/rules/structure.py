@@ -15,12 +15,11 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, nonnegative, unknown
-from lipcert.bounds._padded import Padded
 from lipcert.bounds._registry import MOVED, Call, NoAnswer, box, rounding, rule
 from lipcert.bounds._rounding import Operand, exact, zeros
-from lipcert.bounds._value import Scale, Value
+from lipcert.bounds._value import Padded, Scale, Value
 from lipcert.graph import PIECES, Node
-from lipcert.norms import Border
+from lipcert.norms import Geometry
 from lipcert.numerics import Format, Upper, root_sum_squares
 
 
@@ -413,9 +412,9 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
     dims = len(x.shape) - 2
     if mode in ("circular", "reflect", "replicate") and 1 <= dims <= 3 and len(pad) == 2 * dims and min(pad) >= 0:
         sides = tuple((int(pad[2 * i]), int(pad[2 * i + 1])) for i in reversed(range(dims)))
-        border = Border(mode, sides, tuple(x.shape[2:]))
+        geometry = Geometry((1,) * dims, sides, (1,) * dims, mode=mode)
         # The convolution after it is bounded together with it.
-        return Value(call.shape, magnitude=x.magnitude, base=x, map=Padded(border), floor=x.lowest)
+        return Value(call.shape, magnitude=x.magnitude, base=x, map=Padded(geometry, x.shape[2:]), floor=x.lowest)
     numbers = torch.arange(math.prod(x.shape), dtype=torch.float64).reshape(x.shape)
     uses = int(torch.bincount(torch.nn.functional.pad(numbers, list(pad), mode).long().reshape(-1)).max())
     return x.like(call.shape, x.lip * Upper(uses).sqrt())
