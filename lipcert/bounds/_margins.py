@@ -43,14 +43,11 @@ class MarginBounds:
 
     def of(self, predicted: Tensor) -> Tensor:
         """Upper bounds on K_yj for the predicted classes y."""
-        for y in predicted.unique().tolist():
-            if y not in self._cache:
-                self._cache[y] = self._row(y)
-        return (
-            torch.stack([self._cache[y] for y in predicted.tolist()])
-            if len(predicted)
-            else predicted.new_zeros(0, self.classes).double()
-        )
+        classes, place = predicted.cpu().unique(return_inverse=True)
+        for y in {*classes.tolist()} - self._cache.keys():
+            self._cache[y] = self._row(y)
+        none = torch.zeros(0, self.classes, dtype=torch.float64)
+        return torch.cat([none, *(self._cache[y][None] for y in classes.tolist())])[place]
 
     def of_logits(self) -> Tensor:
         """Upper bounds on the Lipschitz constants of the logits, float64, shape (classes,)."""

@@ -61,8 +61,10 @@ _WORK_OF_A_PROOF = 1e9
 _WORK_TOGETHER = 4e11
 _WORK_OF_A_CALL = 1e7
 _TOGETHER = {"cpu": 32, "cuda": 64}
-# The largest number of images if a certificate takes a forward pass, and at most _PASSES with its rounding.
-_FORWARD, _PASSES = 256, 4
+# The largest number of images if a certificate takes a forward pass, and at most _PASSES with its rounding; there a GPU
+# is counted as so many cores.
+_FORWARD, _PASSES = {"cpu": 256, "cuda": 2048}, 4
+_CORES = {"cpu": 1, "cuda": 100}
 # The smallest part of an operation for which a thread is worthwhile; waiting threads cost more than they save. On a CPU
 # more than _FEW images are certified together only if an operation on all of them needs less than this.
 _WORK_OF_A_THREAD = 1e6
@@ -147,18 +149,19 @@ class Certifier:
 
     def _images_together(self, memory: float) -> int:
         """The number of images, a power of two, whose work and memory stay within the limits."""
-        cpu, flops, size = self.model.device.type == "cpu", self.subject.flops, self.subject.bytes
+        kind, flops, size = self.model.device.type, self.subject.flops, self.subject.bytes
         largest = max(method.memory for method in self.methods.values())
         slowest = max(method.work for method in self.methods.values())
         if self.attack is not None:
             slowest = max(slowest, _PASSES_AN_ATTACK * flops)
-        count = _TOGETHER.get(self.model.device.type, min(_TOGETHER.values())) if slowest else _FORWARD
-        # A forward pass on a CPU, and a look at rounding, take a few images of a batch at once.
-        held = max(1, int(8 * ENTRIES_AT_ONCE / size)) if cpu and not slowest else count
+        count = (_TOGETHER if slowest else _FORWARD)[kind]
+        # A forward pass, and a look at rounding, take a part of the batch at once.
+        held = count if slowest else max(1, int(8 * ENTRIES_AT_ONCE / size))
+        work = slowest or _PASSES * flops / _CORES[kind]
 
         def too_many() -> bool:
-            slow = count * (slowest or _PASSES * flops) > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
-            useless = slowest and cpu and count > _FEW and count * self._call > _WORK_OF_A_THREAD
+            slow = count * work > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
+            useless = slowest and kind == "cpu" and count > _FEW and count * self._call > _WORK_OF_A_THREAD
             return bool(slow or useless or min(count, held) * largest > memory)
 
         while count > 1 and too_many():

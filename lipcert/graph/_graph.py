@@ -173,9 +173,23 @@ class Graph:
 
     def replay(self, images: torch.Tensor) -> torch.Tensor:
         """Runs the captured operations on images of shape (N, C, H, W), with the N of the capture. Differentiable."""
-        output = run(self.nodes, {self.input: images})[self.output]
+        values = {self.input: images}
+        for node in self.nodes:
+            run((node,), values)
+            for read in self._last_read_by.get(node, ()):
+                del values[read]
         passed()
-        return output
+        return values[self.output]
+
+    @cached_property
+    def _last_read_by(self) -> dict[Node, list[Node]]:
+        """The nodes, apart from the output, whose value no node after this one reads."""
+        last = {read: node for node in self.nodes for read in (node, *node.operands)}
+        reads: dict[Node, list[Node]] = {}
+        for read, node in last.items():
+            if read is not self.output:
+                reads.setdefault(node, []).append(read)
+        return reads
 
     def flat(self) -> Graph:
         """A copy of the graph in which the inner operations replace every module that was kept whole."""

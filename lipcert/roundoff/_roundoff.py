@@ -53,7 +53,7 @@ Radii = Callable[[Tensor, int], Tensor]
 
 _WIDER = 1.125
 # What rounding may take of a margin, relative to it, without a look at the image.
-NEGLIGIBLE = 1e-7
+NEGLIGIBLE = 1e-6
 # The number of entries of all values of the images that are examined together.
 ENTRIES_AT_ONCE = 2**24
 
@@ -352,9 +352,10 @@ class Evaluated:
         bounds = math.sqrt(2) * self.errors[output][:, None].expand(shape)
         if output.op == "linear" and len(output.shape) == 2:
             weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
-            for y in set(predicted.tolist()) - self._distances.keys():
+            classes, place = predicted.unique(return_inverse=True)
+            for y in {*classes.tolist()} - self._distances.keys():
                 self._distances[y] = row_distances(weight.detach().double(), y)
-            distances = torch.stack([self._distances[y] for y in predicted.tolist()])
+            distances = torch.stack([self._distances[y] for y in classes.tolist()])[place]
             head = self.local[output].flatten(1).expand(shape)
             # The rounding errors of logit j and of logit y both count.
             through = distances * self.errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
