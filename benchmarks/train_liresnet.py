@@ -1,16 +1,20 @@
-"""Trains ``cifar10-liresnet-w128`` on one GPU: a LiResNet of width 128 with a smooth end, for a certificate behind it.
+"""Trains LiResNets of width 128 on one GPU: ``cifar10-liresnet-w128`` (recipe ``cut``), and others.
 
     python -m benchmarks.train_liresnet --data ../shared/data/cifar10 --out liresnet-w128.safetensors
+    python -m benchmarks.train_liresnet --recipe further --start cifar10-liresnet-w128 --data ... --out on.safetensors
+    python -m benchmarks.train_liresnet --recipe far --data ../shared/data/cifar10 --out far.safetensors
 
-Two trainings, each with a teacher of its own: a small ResNet without constraints, trained for a few epochs, whose
-probabilities are mixed into the labels. The second starts from the weights of the first. The loss is that of
-``finetune --loss cut``: cross-entropy after every wrong class is given ε K‖∇_c m‖ more, at most until it has won, where
-c is the output of the blocks, m the margin to the runner-up, and K the Lipschitz constant of the layers up to c. K is
-estimated by subspace iteration in training; the certificate computes a bound.
+A teacher, a small ResNet without constraints that is trained for a few epochs, gives probabilities that are mixed into
+the labels. The loss is cross-entropy after every wrong class is given ε times a slope more, at most until it has won.
+``cut`` and ``further`` train a smooth end for a certificate behind the blocks, with the slope of ``finetune --loss
+cut``: K‖∇_c m‖, where c is the output of the blocks, m the margin to the runner-up, and K the Lipschitz constant of the
+layers up to c. ``far`` trains for ``gloro`` at large ε: the slope is the global bound K‖w_y − w_j‖ of EMMA, with K of
+all layers before the head. K is estimated by subspace iteration in training; the certificate computes a bound.
 
 A step is one CUDA graph, without which the GPU waits for Python most of the time; one epoch takes a second on an H100.
-Without a GPU the same steps run one by one. The last images of a shuffle are held out of the first training; the second
-takes all. What epochs said goes to benchmarks/results/train_liresnet.json.
+Without a GPU the same steps run one by one. With ``--minutes`` the schedule of each training follows the clock in place
+of the number of epochs. Of ``cut``, the last images of a shuffle are held out of the first training; the second takes
+all. What epochs said goes to benchmarks/results/train_liresnet.json, or beside the artifact of another recipe.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from timm.optim.muon import zeropower_via_newtonschulz
 from torch import Tensor, nn
 
@@ -48,6 +53,7 @@ class Training(NamedTuple):
         epochs: the number of epochs.
         lr: the largest learning rate of the matrices.
         ramp: ε in the loss, relative to 36/255, at the start and from the middle on.
+        slope: the slope of the loss, of the layers behind the ``cut`` or ``global``.
         flipped: the part at the end in which images are flipped and neither shifted nor blackened.
         teacher: the weight of the teacher's probabilities in the labels.
         teacher_epochs: the number of epochs of the teacher.
@@ -57,15 +63,21 @@ class Training(NamedTuple):
     epochs: int
     lr: float
     ramp: tuple[float, float]
+    slope: str
     flipped: float
     teacher: float
     teacher_epochs: int
 
 
-TRAININGS = (
-    Training(45_000, 154, 1e-2, (0.1, 2.0), 0.07, 0.5, 14),
-    Training(50_000, 244, 5e-3, (2.3, 2.3), 0.04, 0.6, 24),
-)
+RECIPES = {
+    "cut": (
+        Training(45_000, 154, 1e-2, (0.1, 2.0), "cut", 0.07, 0.5, 14),
+        Training(50_000, 244, 5e-3, (2.3, 2.3), "cut", 0.04, 0.6, 24),
+    ),
+    "further": (Training(50_000, 280, 5e-3, (2.5, 2.5), "cut", 0.0, 0.7, 30),),
+    "far": (Training(50_000, 280, 1e-2, (0.1, 4.0), "global", 0.0, 0.6, 30),),
+    "teacher": (),
+}
 
 
 def augmented(images: Tensor, order: Tensor, most: int, blackened: float) -> Tensor:
@@ -92,7 +104,7 @@ def augmented(images: Tensor, order: Tensor, most: int, blackened: float) -> Ten
 
 
 class Norms:
-    """Estimates of the norms of the stem and of the blocks by subspace iteration; all blocks in one convolution."""
+    """Estimates of the norms of the layers by subspace iteration; all blocks in one convolution."""
 
     vectors = 4
 
@@ -101,7 +113,9 @@ class Norms:
         self.blocks = [block for block in net.blocks if hasattr(block, "beta")]
         self.channels = self.blocks[0].conv.weight.shape[0]
         generator = torch.Generator().manual_seed(0)
-        shapes = ((self.vectors, len(self.blocks), self.channels * 256), (self.vectors, 1, 3 * 32 * 32))
+        shapes = [(self.vectors, len(self.blocks), self.channels * 256), (self.vectors, 1, 3 * 32 * 32)]
+        # the convolution of the neck takes patches that do not overlap, so that its matrix is that of one patch
+        shapes += [(self.vectors, 1, net.neck[place].weight[0].numel()) for place in (0, 3)]
         self.starts = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
     def _of_blocks(self, v: Tensor, weight: Tensor) -> Tensor:
@@ -149,6 +163,14 @@ class Norms:
             best = torch.einsum("mw,wms->ms", weights, v)
             u = F.normalize(torch.einsum("mw,wms->ms", weights, image), dim=1)
         return (u * apply(best[None], weight)[0]).sum(1)
+
+    def to_head(self, steps: int = 1) -> Tensor:
+        """K from pixels to the input of the head, differentiable."""
+        found = self.constant(steps)
+        for start, layer in zip(self.starts[2:], (self.net.neck[0], self.net.neck[3]), strict=True):
+            weight = layer.weight.flatten(1)
+            found = found * self._norm(start, lambda v, w: v @ w.mT, lambda u, w: u @ w, weight, steps)[0]
+        return found
 
     def constant(self, steps: int = 1) -> Tensor:
         """K from pixels to the output of the blocks, differentiable."""
@@ -237,12 +259,12 @@ def teacher_of(images: Tensor, labels: Tensor, epochs: int) -> Teacher:
 class Student:
     """The network in training, its averaged weights, and one step."""
 
-    def __init__(self, model: lipcert.Model, teacher: Teacher, weight: float, device: torch.device):
-        self.model, self.teacher, self.weight, self.device = model, teacher, weight, device
+    def __init__(self, model: lipcert.Model, teacher: Teacher, plan: Training, device: torch.device):
+        self.model, self.teacher, self.plan, self.device = model, teacher, plan, device
         self.blocks: Any = model.net.blocks
         self.rate, self.eps, self.keep = (torch.zeros((), device=device) for _ in range(3))
         self.norms, self.updates = Norms(model.net, device), Updates(model.net, self.rate)
-        self.norms.constant(30)
+        self.norms.to_head(30)
         self.average = [p.detach().clone() for p in self.updates.parameters]
         self.images = torch.zeros(BATCH, 3, 32, 32, dtype=torch.uint8, device=device)
         self.labels = torch.zeros(BATCH, dtype=torch.int64, device=device)
@@ -263,20 +285,24 @@ class Student:
         ):
             logits = self.model(x).float()
         is_label = F.one_hot(self.labels, 10).bool()
-        runner = logits.detach().masked_fill(is_label, -1e9).argmax(1, keepdim=True)
-        margin = logits.gather(1, self.labels[:, None]) - logits.gather(1, runner)
-        (gradient,) = torch.autograd.grad(margin.sum(), at_cut, create_graph=True)
-        slope = self.norms.constant() * gradient.float().flatten(1).norm(dim=1, keepdim=True)
-        reach = self.eps * slope * ~is_label
         margins = logits.gather(1, self.labels[:, None]) - logits
+        if self.plan.slope == "cut":
+            runner = logits.detach().masked_fill(is_label, -1e9).argmax(1, keepdim=True)
+            (gradient,) = torch.autograd.grad(margins.gather(1, runner).sum(), at_cut, create_graph=True)
+            slope = self.norms.constant() * gradient.float().flatten(1).norm(dim=1, keepdim=True)
+        else:
+            rows = F.normalize(self.model.net.head.weight)
+            slope = self.norms.to_head() * (rows[self.labels, None] - rows + 1e-12).norm(dim=2)
+        reach = self.eps * slope * ~is_label
         moved = logits + (margins / reach.clamp_min(1e-30)).clamp(0, 1).detach() * reach
-        loss = F.cross_entropy(moved, (1 - self.weight) * is_label.float() + self.weight * probabilities)
+        given = self.plan.teacher
+        loss = F.cross_entropy(moved, (1 - given) * is_label.float() + given * probabilities)
         loss.backward()
         self.updates.step()
         with torch.no_grad():
             for mean, p in zip(self.average, self.updates.parameters, strict=True):
                 mean.lerp_(p, self.keep)
-            sure = (margin > slope * EPS).squeeze(1)  # a positive margin is that of a right class
+            sure = ((margins > slope * EPS) | is_label).all(1)
             right = logits.argmax(1) == self.labels
             self.sums.add_(torch.stack([loss.detach(), right.float().mean(), sure.float().mean()]))
 
@@ -299,17 +325,21 @@ class Student:
             for momentum in self.updates.momentum.values():
                 momentum.zero_()
 
-    def train(self, images: Tensor, labels: Tensor, plan: Training) -> list[dict[str, float]]:
-        """Trains by the plan, takes the averaged weights, and returns what some epochs said."""
+    def train(self, images: Tensor, labels: Tensor, seconds: float | None = None) -> list[dict[str, float]]:
+        """Trains by the plan, takes the averaged weights, and returns what some epochs said.
+
+        With ``seconds`` there are as many epochs as they suffice for.
+        """
         said: list[dict[str, float]] = []
+        plan, epochs, epoch = self.plan, self.plan.epochs, 0
         per, number, started = len(images) // BATCH, 0, time.perf_counter()
-        for epoch in range(plan.epochs):
-            last = epoch >= (1 - plan.flipped) * plan.epochs
+        while epoch < epochs:
+            last = epoch >= (1 - plan.flipped) * epochs
             order = torch.randperm(len(images), device=self.device)
             moved, classes = augmented(images, order, 0 if last else 4, 0.0 if last else 0.3), labels[order]
             self.sums.zero_()
             for x, y in zip(moved.split(BATCH)[:per], classes.split(BATCH)[:per], strict=True):
-                done = number / (plan.epochs * per)
+                done = min(1.0, number / (epochs * per))
                 warm, decayed = 0.04 + 0.96 * done / 0.03, 0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2
                 self.rate.fill_(plan.lr * min(1.0, warm, decayed))
                 first, then = plan.ramp
@@ -319,21 +349,52 @@ class Student:
                 self.images.copy_(x)
                 self.labels.copy_(y)
                 self.step() if self.graph is None else self.graph.replay()
-            if (epoch + 1) * 12 // plan.epochs > len(said):
-                loss, right, sure = (self.sums / per).tolist()
-                seconds = time.perf_counter() - started
-                said.append({"epoch": epoch + 1, "loss": loss, "accuracy": right, "sure": sure, "seconds": seconds})
-                print(json.dumps({key: round(value, 4) for key, value in said[-1].items()}), flush=True)
+            epoch += 1
+            loss, right, sure = (self.sums / per).tolist()
+            spent = time.perf_counter() - started
+            if seconds is not None:
+                epochs = max(epoch, int(epoch * seconds / spent))
+            if epoch * 12 // epochs > len(said):
+                row = {"epoch": epoch, "loss": loss, "accuracy": right, "sure": sure, "seconds": spent}
+                said.append({key: round(value, 4) for key, value in row.items()})
+                print(json.dumps(said[-1]), flush=True)
         with torch.no_grad():
             for p, mean in zip(self.updates.parameters, self.average, strict=True):
                 p.copy_(mean)
         return said
 
 
+def known_teacher(images: Tensor, labels: Tensor, epochs: int, file: Path | None) -> Teacher:
+    """The teacher of the file; trained, and written there, where it does not exist."""
+    if file is None or not file.exists():
+        teacher = teacher_of(images, labels, epochs)
+        if file is not None:
+            save_file({key: value.contiguous() for key, value in teacher.state_dict().items()}, file)
+        return teacher
+    teacher = Teacher()
+    teacher.load_state_dict(load_file(file))
+    return teacher.to(images.device).to(memory_format=torch.channels_last).eval().requires_grad_(False)
+
+
+def begun(recipe: str, start: str | None) -> lipcert.Model:
+    """The network before training: with the weights of another, or random."""
+    beta = 0.0 if recipe == "far" else 4.0
+    model = lipcert.load("liresnet_l6w128", pretrained=False, beta=beta, neck=128, num_features=512)
+    if start:
+        known = lipcert.load(start)
+        model.net.load_state_dict(known.net.state_dict())
+        model.recipe.extend(known.recipe)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", required=True, help="folder with train.tar")
     parser.add_argument("--out", type=Path, required=True, help="the artifact")
+    parser.add_argument("--recipe", choices=RECIPES, default="cut", help="teacher trains nothing but a teacher")
+    parser.add_argument("--start", help="weights to start from: a checkpoint or an artifact; random where not given")
+    parser.add_argument("--teacher", type=Path, help="a file with the teacher's weights; written where there is none")
+    parser.add_argument("--minutes", type=float, help="of each training, in place of its epochs")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--epochs", type=int, help="of each training and teacher, for a trial")
     parser.add_argument("--images", type=int, help="of the training images, for a trial")
@@ -344,22 +405,26 @@ def main() -> None:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))[: args.images]
     images, labels = images[order].to(device), labels[order].to(device)
     torch.manual_seed(1)
-    model = lipcert.load("liresnet_l6w128", pretrained=False, beta=4.0, neck=128, num_features=512)
-    model = model.to(device).to(memory_format=torch.channels_last)
+    model = begun(args.recipe, args.start).to(device).to(memory_format=torch.channels_last)
     said = []
-    for plan in TRAININGS:
+    for plan in RECIPES[args.recipe]:
         if args.epochs:
             plan = plan._replace(epochs=args.epochs, teacher_epochs=args.epochs)
         x, y = images[: plan.images], labels[: plan.images]
-        student = Student(model, teacher_of(x, y, plan.teacher_epochs), plan.teacher, device)
+        student = Student(model, known_teacher(x, y, plan.teacher_epochs, args.teacher), plan, device)
         if device.type == "cuda":
             student.capture()
-        said.append({**plan._asdict(), "said": student.train(x, y, plan)})
+        seconds = args.minutes and 60 * args.minutes
+        said.append({**plan._asdict(), "said": student.train(x, y, seconds)})
+    if not RECIPES[args.recipe]:
+        known_teacher(images, labels, args.epochs or 30, args.teacher)
+        return
     model = model.cpu()
-    model.recipe.append({"step": "train", "with": "benchmarks.train_liresnet"})
+    model.recipe.append({"step": "train", "with": f"benchmarks.train_liresnet --recipe {args.recipe}"})
     lipcert.save(rounded(model), args.out)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    RESULT.write_text(json.dumps({"device": name, "trainings": said, "environment": environment()}, indent=1) + "\n")
+    result = RESULT if args.recipe == "cut" else args.out.with_suffix(".json")
+    result.write_text(json.dumps({"device": name, "trainings": said, "environment": environment()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
