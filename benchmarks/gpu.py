@@ -24,7 +24,8 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def kernels(args: argparse.Namespace) -> dict[str, Any]:
 def radii(args: argparse.Namespace) -> dict[str, Any]:
     """The largest relative difference of radii from those of the CPU."""
     found = {}
-    cases = [
+    cases: list[tuple[str, Any]] = [
         ("digits-vit", "gloro"),
         ("digits-vit", "lofast"),
         ("cifar10-liresnet", "local"),
@@ -118,6 +119,16 @@ def radii(args: argparse.Namespace) -> dict[str, Any]:
         there = lipcert.certify(model.to(args.device), images.to(args.device), eps=EPS, method=method).radius
         found[f"{name}, {method}"] = ((there - here).abs() / here.clamp_min(1e-300)).max().item()
     return found
+
+
+def _ways(certifier: Certifier, model: lipcert.Model) -> dict[str, Callable[[Tensor], object]]:
+    """The certificate, and the forward pass in two formats."""
+    return {"certificate": certifier.run, "float64": lambda x: certifier.model(x.double()), "float32": model}
+
+
+def _each(function: Callable[[Tensor], object], parts: Sequence[Tensor]) -> None:
+    for part in parts:
+        function(part)
 
 
 @torch.no_grad()
@@ -141,34 +152,25 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
         certifier.run(pixels[:1])
         row: dict[str, Any] = {"start-up, s": time.perf_counter() - started, "batch": certifier.together}
         parts = pixels.split(certifier.together)
-        ways = {
-            "certificate": certifier.run,
-            "float64": lambda x, net=certifier.model: net(x.double()),
-            "float32": model,
-        }
-        row |= {
-            way: pace(lambda f=f, parts=parts: [f(part) for part in parts], device, some) for way, f in ways.items()
-        }
+        for way, work in _ways(certifier, model).items():
+            row[way] = pace(partial(_each, work, parts), device, some)
         found[f"{name}, {method}"] = row | {"ratio": row["certificate"] / row["float64"]}
-    sizes = {"img_size": 32, "depth": 1} if args.tiny else {}
-    samples = 100 if args.tiny else 4000
+    sizes: dict[str, Any] = {"img_size": 32, "depth": 1} if args.tiny else {}
     for denoiser in (None, "natural"):
         bare = lipcert.load("vit_small_patch16_224", pretrained=False, **sizes).to(device)
         smoothing = Smoothing(
-            Denoised(bare, denoiser) if denoiser else bare, EPS, sigma=0.25, samples=samples, all_samples=True,
-            dtype="float32" if args.tiny else "bfloat16",
+            bare if denoiser is None else Denoised(bare, denoiser), EPS, sigma=0.25,
+            samples=100 if args.tiny else 4000, all_samples=True, dtype="float32" if args.tiny else "bfloat16",
         )  # fmt: skip
         pixels = torch.rand(2, *bare.input_size, device=device)
-        draws = int((lambda r: (r.samples + r.selected).sum())(smoothing.run(pixels)))
+        votes = smoothing.run(pixels)
+        draws = int((votes.samples + votes.selected).sum())
         noisy = torch.rand(smoothing.batch, *bare.input_size, device=device)
         passes = -(-draws // smoothing.batch)
-        row = {"draws": draws, "batch": smoothing.batch}
-        row["certificate"] = pace(lambda s=smoothing, p=pixels: s.run(p), device, draws)
-        forward: Callable[[Tensor], Tensor] = smoothing._logits
-        row["forward"] = pace(
-            lambda f=forward, x=noisy, n=passes: [f(x) for _ in range(n)], device, passes * smoothing.batch
-        )
-        found[f"smoothing, denoiser {denoiser}"] = row | {"ratio": row["certificate"] / row["forward"]}
+        found[f"smoothing, denoiser {denoiser}"] = row = {"draws": draws, "batch": smoothing.batch}
+        row["certificate"] = pace(partial(smoothing.run, pixels), device, draws)
+        row["forward"] = pace(partial(_each, smoothing._logits, [noisy] * passes), device, passes * smoothing.batch)
+        row["ratio"] = row["certificate"] / row["forward"]
     return found
 
 

@@ -291,7 +291,8 @@ class Student:
             (gradient,) = torch.autograd.grad(margins.gather(1, runner).sum(), at_cut, create_graph=True)
             slope = self.norms.constant() * gradient.float().flatten(1).norm(dim=1, keepdim=True)
         else:
-            rows = F.normalize(self.model.net.head.weight)
+            head: Any = self.model.net.head
+            rows = F.normalize(head.weight)
             slope = self.norms.to_head() * (rows[self.labels, None] - rows + 1e-12).norm(dim=2)
         reach = self.eps * slope * ~is_label
         moved = logits + (margins / reach.clamp_min(1e-30)).clamp(0, 1).detach() * reach
