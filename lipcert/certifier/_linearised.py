@@ -15,6 +15,8 @@ from lipcert.norms import Budget, Ledger
 
 # At least so many rival classes are examined.
 _RIVALS = 8
+# What the first radius toward each class takes, without gradients of its own, in floating-point operations.
+_OF_A_CLASS = 3e6
 
 
 class LinearisedMethod(Method):
@@ -33,7 +35,7 @@ class LinearisedMethod(Method):
         self.engine = self.linearise()
         of_a_rival = work_of_a_rival(self.engine.plan)
         self.rivals = None if limit == math.inf else max(_RIVALS, int(limit / of_a_rival))
-        self.work = max(self.engine.work, _RIVALS * of_a_rival)
+        self.work = max(self.engine.work, _RIVALS * of_a_rival) + _OF_A_CLASS * subject.analysis.output.shape[-1]
         self.proves = subject.roundoff is None and subject.bounded()
 
     @property
