@@ -162,9 +162,7 @@ def _power(r: random.Random) -> Any:
 def _addcmul(r: random.Random) -> Any:
     shape = sizes(r, 2)
     given = {"input": either(r, *shape), "tensor1": operand(r, *shape), "tensor2": either(r, *shape)}
-    return (lambda input, tensor1, tensor2, value=1: torch.addcmul(input, tensor1, tensor2, value=value)), {
-        **given, "value": r.choice([-2.0, 0.0, 0.5, 1.0])
-    }  # fmt: skip
+    return torch.addcmul, given
 
 
 def _reduced(function: Callable[..., Any], *, several: bool = True, **choices: list[Any]) -> Draw:

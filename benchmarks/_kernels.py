@@ -174,7 +174,7 @@ OPERATIONS: dict[str, Callable[[random.Random], Drawn]] = {
     "sub": lambda r: _pair(torch.sub, r),
     "add, alpha": lambda r: _pair(lambda x, y: torch.add(x, y, alpha=0.3), r),
     "mul": lambda r: _pair(torch.mul, r),
-    "addcmul": lambda r: _pair(lambda x, y: torch.addcmul(x, y, x, value=-0.7), r),
+    "addcmul": lambda r: _pair(lambda x, y: torch.addcmul(x, y, x), r),
     **{
         kind.__name__: partial(_projection, kind)
         for kind in (LayerProject, SmoothProject, RmsLayerProject, RmsSmoothProject, GroupLayerProject)

@@ -345,7 +345,7 @@ SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "mul, the smallest int8": lambda x: x[:, :, None] * torch.tensor([1, -128, 127], dtype=torch.int8),
     "mul, true and false": lambda x: x[:, :, None] * torch.tensor([True, False, True]),
     "div, whole numbers of both signs": lambda x: x[:, :, None] / torch.tensor([1, -2]),
-    "addcmul, both signs": lambda x: torch.addcmul(SIGNS, x[:, :, None], SIGNS, value=-3),
+    "addcmul, both signs": lambda x: torch.addcmul(SIGNS, x[:, :, None], -3 * SIGNS),
     "einsum, both signs": lambda x: torch.einsum("ni,ij->nij", x, torch.stack([SIGNS] * 4)),
     "matmul, both signs": lambda x: x.reshape(-1, 2, 2) @ torch.stack([SIGNS, -SIGNS]),
     "conv1d, both signs": lambda x: nn.functional.conv1d(x[:, None], SIGNS.reshape(1, 1, 2), padding=1),

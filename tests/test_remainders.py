@@ -224,7 +224,6 @@ CASES = {
         (lambda x: x.norm(dim=-1), (1, 3, 2)),
     ],
     "linalg_vector_norm": [(lambda x: torch.linalg.vector_norm(x, dim=1), (1, 3, 2))],
-    "einsum": [(lambda x: torch.einsum("bij,bjk->kbi", x, x.mT + 0.1), (1, 2, 3))],
     "conv2d": [
         (lambda x: F.conv2d(x[:, :, :3], x[:, :, 3:].reshape(2, 2, 2, 2), padding=1), (1, 2, 5, 4)),
         (lambda x: F.conv2d(x[:, :, :3], x[:, :1, 3:].reshape(2, 1, 2, 2), None, 2, 0, 1, 2), (1, 2, 5, 4)),
@@ -692,7 +691,6 @@ def test_entries_of_softmax_grow_no_further(scale, r):
         (lambda x: 2**x, "one number"),
         (lambda x: x.max(), "of all entries"),
         (lambda x: F.conv2d(x[:, None], seeded(1, 1, 2, 2), x[0, 0, :1]), "a bias"),
-        (lambda x: torch.einsum("abc,ab->a", x, x[:, :, 0]), "einsum"),
         (torch.exp, ""),
     ],
 )

@@ -190,7 +190,6 @@ CASES: list[tuple[Any, ...]] = [
     ("sub", square, lambda h: torch.sub(h, h.mT, alpha=2)),
     ("sub", image, lambda h: h - F.avg_pool2d(h, 3, 1, 1, count_include_pad=False)),
     ("sub", tokens, lambda h: h - F.linear(h, W44)),
-    ("rsub", tokens, lambda h: torch.rsub(h, B4, alpha=2)),
     # products
     ("mul", tokens, lambda h: h * G4),
     ("mul", tokens, lambda h: weights(3, 6, 1) * h),
@@ -525,16 +524,6 @@ def recurrent(h: Tensor, both: bool = False, biased: bool = True, start: float =
 
 
 CASES += [
-    # products by name
-    ("einsum", pixels, lambda h: torch.einsum("bchw,hkc->bhwk", h, weights(3, 5, 2))),
-    ("einsum", pixels, lambda h: torch.einsum("hkc,bchw->bhwk", weights(3, 5, 2), h)),
-    ("einsum", heads, lambda h: torch.einsum("bhnd,bhmd->bhnm", h, h.flip(2))),
-    ("einsum", heads, lambda h: torch.einsum("bhwc,wkc->bhwk", [h, weights(6, 3, 2)])),
-    ("einsum", square, lambda h: torch.einsum("bij, bjk -> ikb", h, h)),
-    ("einsum", square, lambda h: torch.einsum("bij,bij->bij", h, h.mT)),
-    ("addcmul", image, lambda h: torch.addcmul(BETA[:, None, None], GAMMA[:, None, None], h)),
-    ("addcmul", tokens, lambda h: torch.addcmul(h, h, h.sigmoid(), value=-2)),
-    ("addcmul", tokens, lambda h: torch.addcmul(h, torch.tensor(2.0).double(), B4.expand(3, 6, 4))),
     ("mul", image, lambda h: evolved(h, 1)),
     (
         "conv2d",
@@ -805,6 +794,18 @@ COMPOSED = {
     "lp_pool2d, sums": lambda h: F.lp_pool2d(h, 1, 2, 1),
     "pixel_unshuffle": lambda h: F.pixel_unshuffle(h[:, :, :2], 2),
     "topk": lambda h: h.topk(2, 1, False)[0],
+    "rsub": lambda h: torch.rsub(h, B4, alpha=2) * torch.rsub(B4, h) + torch.rsub(h, 2),
+    "addcmul": lambda h: (
+        torch.addcmul(BETA[:2, None, None], GAMMA[:2, None, None], h) + torch.addcmul(h, h, h.sigmoid())
+    ),
+    "einsum": lambda h: torch.einsum("bchw,hkc->bhwk", h, weights(3, 5, 2)),
+    "einsum, constant first": lambda h: torch.einsum("hkc,bchw->bhwk", weights(3, 5, 2), h),
+    "einsum, one axis": lambda h: torch.einsum("bchw,wd->dbch", h, W44),
+    "einsum, two values": lambda h: torch.einsum("bhnd,bhmd->bhnm", h, h.flip(2)),
+    "einsum of a list": lambda h: torch.einsum("bhwc,wkc->bhwk", [h.mT, weights(4, 3, 3)]),
+    "einsum, permuted": lambda h: torch.einsum("bij, bjk -> ikb", h[0], h[0].mT),
+    "einsum, no sum": lambda h: torch.einsum("bij,bij->bij", h[0], h[0].flip(1)),
+    "einsum, axes of size 1": lambda h: torch.einsum("bhnd,bhmd->bhnm", h[..., :1], h[:, :1]),
     "selu": F.selu,
     "celu": lambda h: F.celu(h, 0.7),
     "rrelu": F.rrelu,
@@ -897,7 +898,7 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("where", lambda x: torch.where(torch.tensor([True, False] * 2), x, -x)),
     ("gt", lambda x: (x > 0.5) * x),
     ("positions given by a mask", lambda x: _set(x, torch.ones(1, *SIZE, dtype=torch.bool), 0.0)),
-    ("einsum abcd->acbd", lambda x: torch.einsum("abcd->acbd", x)),
+    ("einsum", lambda x: torch.einsum("abcd->acbd", x)),
     (
         "einsum",
         lambda x: (
@@ -944,6 +945,7 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("random", lambda x: F.scaled_dot_product_attention(x, x, x * 0, dropout_p=0.5)),
     ("argsort", lambda x: x.flatten(1) * x.flatten(1).sort().indices),
     ("topk", lambda x: x.topk(2, sorted=False).values),
+    ("addcmul", lambda x: torch.addcmul(x, x, x, value=-2)),
     ("lp_pool2d", lambda x: F.lp_pool2d(x, 3, 2)),
     ("lp_pool2d", lambda x: F.lp_pool2d(x, math.inf, 2)),
     ("lp_pool2d", lambda x: F.lp_pool2d(x, 2, 2, ceil_mode=True)),

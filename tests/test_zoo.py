@@ -90,7 +90,7 @@ CERTIFIED_LARGE: dict[str, dict[str, Any]] = {
 }
 OPERATIONS = frozenset(
     """
-    add addcmul adaptive_avg_pool2d avg_pool2d batch_norm cat conv2d div einsum expand gelu getitem hardsigmoid
+    add adaptive_avg_pool2d avg_pool2d batch_norm cat conv2d div expand gelu getitem hardsigmoid
     hardswish hardtanh layer_norm linear lstm matmul max_pool2d maximum mean mul neg norm normalize pad permute relu
     reshape roll rsqrt scaled_dot_product_attention sigmoid silu softmax square sub sum transpose unbind unfold
     """.split()  # noqa: SIM905

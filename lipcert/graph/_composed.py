@@ -127,7 +127,51 @@ def _batch_norm(
     return F.group_norm(x, x.shape[1], weight, bias, eps)
 
 
+def _rsub(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
+    return (x.neg() if alpha == 1 else x * -alpha) + other
+
+
+def _addcmul(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
+    return x + first * second
+
+
+def _einsum(equation: str, *tensors: Any) -> Tensor:
+    """A batch of matrix products: axes in both factors are batch axes if the result has them, else summed over.
+
+    An axis of size 1 in one factor is repeated if it is longer in the other, as in torch.
+    """
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    factors = list(zip(inputs.split(","), tensors[0] if len(tensors) == 1 else tensors, strict=True))
+    if isinstance(factors[0][1], Tensor):  # rules know more of a constant on the right
+        factors.reverse()
+    (a, x), (b, y) = factors
+    batch, summed = ([axis for axis in a if axis in b and (axis in output) is kept] for kept in (True, False))
+    for axis in summed:  # torch sums such an axis first, which may overflow
+        if x.shape[a.index(axis)] != y.shape[b.index(axis)]:
+            x, y = (z.sum(names.index(axis), keepdim=True) for z, names in ((x, a), (y, b)))
+    sizes: dict[str, int] = {}
+    for axis, size in (*zip(a, x.shape, strict=True), *zip(b, y.shape, strict=True)):
+        sizes[axis] = size if sizes.get(axis, 1) == 1 else sizes[axis]
+    rows, columns = [axis for axis in a if axis not in b], [axis for axis in b if axis not in a]
+
+    def arranged(x: Any, names: str, *groups: list[str]) -> Any:
+        shape, order = [sizes[axis] for axis in names], [names.index(axis) for group in groups for axis in group]
+        x = x if list(x.shape) == shape else x.expand(shape)
+        x = x if order == sorted(order) else x.permute(order)
+        merged = [math.prod(sizes[axis] for axis in group) for group in groups]
+        return x.reshape(merged if batch else merged[1:])
+
+    product = arranged(x, a, batch, rows, summed) @ arranged(y, b, batch, summed, columns)
+    named = [*batch, *rows, *columns]
+    product = product.reshape([sizes[axis] for axis in named])
+    order = [named.index(axis) for axis in output]
+    return product if order == sorted(order) else product.permute(order)
+
+
 _PARTS: dict[str, Callable[..., Tensor]] = {
+    "rsub": _rsub,
+    "addcmul": _addcmul,
+    "einsum": _einsum,
     "batch_norm": _batch_norm,
     "glu": _glu,
     "instance_norm": _instance_norm,
@@ -170,9 +214,21 @@ def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable
         return None
     if op == "batch_norm" and not _of_a_batch_of_one(*args, **kwargs):
         return None
+    if (op == "einsum" and not _is_product(*args)) or (op == "addcmul" and kwargs.get("value", 1) != 1):
+        return None  # with a factor, kernels multiply in orders that underflow and overflow differently
     if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
         return None
     return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else parts
+
+
+def _is_product(equation: Any, *tensors: Any) -> bool:
+    """Whether an einsum multiplies two tensors and sums over axes of both; :func:`_einsum` says how."""
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return False
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    distinct = all(len(set(term)) == len(term) for term in (*terms, output))
+    return len(terms) == 2 and distinct and set(terms[0]) ^ set(terms[1]) <= set(output)
 
 
 def _of_a_batch_of_one(x: Any, mean: Any, variance: Any, *more: Any, training: bool = False, **named: Any) -> bool:

@@ -31,7 +31,7 @@ from lipcert.numerics import root_sum, times
 Pair = tuple[Node, Node]
 
 _SIDE_BY_SIDE = frozenset(("cat", "stack"))
-_ADDING = frozenset(("add", "sub", "rsub"))
+_ADDING = frozenset(("add", "sub"))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from lipcert.numerics import OWN_ROUNDING, REAL, ConstantErrors, Format, RealAri
 _EXACTLY_MADE = frozenset(("zeros", "ones", "full", "tensor", "as_tensor", "eye", "zeros_like", "ones_like",
                            "full_like", "new_zeros", "new_ones", "new_full"))  # fmt: skip
 # On whole numbers these give whole numbers, exactly, as long as no sum on the way is larger than 1/u.
-_WHOLE = frozenset(("add", "sub", "rsub", "mul", "neg", "sum", "cumsum"))
+_WHOLE = frozenset(("add", "sub", "mul", "neg", "sum", "cumsum"))
 # Operations whose entries depend on one entry of an operand each, and those among them that never fall or never rise.
 _MONOTONE = frozenset(("relu", "sigmoid", "tanh", "softplus", "exp", "sqrt", "rsqrt"))
 _ENTRYWISE = frozenset(("gelu", "silu", "sin", "cos", "square", "pow"))

@@ -77,7 +77,7 @@ class Finder:
         except NoAnswer:
             return
         op, x, y = node.op, args.get("input"), args.get("other")
-        if op in ("add", "sub", "rsub", "mul", "div"):
+        if op in ("add", "sub", "mul", "div"):
             yield from self._arithmetic(node, args)
         elif not isinstance(x, Node) or x not in self.facts:
             return
@@ -111,8 +111,6 @@ class Finder:
         alpha = number_of(args.get("alpha", 1))
         if alpha is None or args.get("rounding_mode") is not None:
             return
-        if op == "rsub":
-            op, x, y = "sub", y, x
         sign = -alpha if op == "sub" else alpha
         a, b = number_of(x), number_of(y)
         if isinstance(x, Node) and b is not None and x.shape == node.shape:

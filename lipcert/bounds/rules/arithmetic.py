@@ -129,12 +129,6 @@ def _with_eps(origin: Origin | None, constant: Any, alpha: float) -> Origin | No
     return replace(origin, eps=float(constant))
 
 
-@rule("rsub", linear=True, schur=_ENTRYWISE)
-def rsub(call: Call, x: Value, y: Any, *, alpha: float = 1) -> Value:
-    """y − αx."""
-    return sub(call, y, x, alpha=alpha)
-
-
 def _sum(call: Call, x: Value, y: Value, alpha: float) -> Value:
     magnitude = x.magnitude + y.magnitude * abs(alpha)
     if x.shape == y.shape and alpha == 1:
@@ -168,14 +162,14 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
     return Value(call.shape, x.lip, magnitude=magnitude, rows=rows)
 
 
-@box("add", "sub", "rsub")
+@box("add", "sub")
 def sum_box(walk: Walk, node: Node, *operands: State) -> State:
     """x ± αy. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, or the constant of the folded map; a constant only shifts."""
     args = arguments(node)
     alpha = float(args.get("alpha", 1))
     first, second = args.get("input"), args.get("other")
-    signs = {"add": (1.0, alpha), "sub": (1.0, -alpha), "rsub": (-alpha, 1.0)}[node.op]
-    moving = [(x, sign) for x, sign in ((first, signs[0]), (second, signs[1])) if isinstance(x, Node)]
+    signed = ((first, 1.0), (second, alpha if node.op == "add" else -alpha))
+    moving = [(x, sign) for x, sign in signed if isinstance(x, Node)]
     if not moving:
         return unknown(walk, node, *operands)
     states = [(walk.states[x], sign) for x, sign in moving]
@@ -209,20 +203,17 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, operands, constant=constant)
 
 
-@rounding("add", "sub", "rsub")
+@rounding("add", "sub")
 def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """x ± αy: one rounding of the sum; with α its cast, and roundings of αy. Adding −∞, as masks do, is exact."""
     args = arguments(node)
     alpha = abs(float(args.get("alpha", 1)))
     cast = fmt.cast(alpha).item()
-    first, second = (args["input"], args["other"]) if node.op != "rsub" else (args["other"], args["input"])
     (x, dx), (y, dy) = each_of(node, operands, fmt, args["input"], args["other"])
     masked = torch.zeros_like(zeros(node, operands), dtype=torch.bool)
-    for constant in (first, second):
+    for constant in (args["input"], args["other"]):
         if isinstance(constant, Tensor):
             masked = masked | aligned(constant == -math.inf, node, images=False).to(masked.device)
-    if node.op == "rsub":
-        x, dx, y, dy = y, dy, x, dx
     error = fmt.rounded(x + dx + (alpha + cast) * (y + dy), 1 if alpha == 1 else 4) + dx + alpha * dy + cast * (y + dy)
     return torch.where(masked, 0.0, error.expand(masked.shape))
 
@@ -474,30 +465,3 @@ def times_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tens
     cast = (quotient * torch.where(c > 0, dc / c, 0.0) + torch.where(low > 0, dx / low, 0.0)) * (1 + 4 * fmt.unit)
     error = fmt.rounded(quotient, 4) + cast + inverse + zeros(node, operands)
     return fmt.safe(error, torch.where(low > 0, 1 / low, math.inf).expand(error.shape))
-
-
-@rule("addcmul", linear=in_one_operand, schur=_FACTORS)
-def addcmul(call: Call, x: Any, first: Any, second: Any, *, value: float = 1) -> Value:
-    """x + value · first · second."""
-    shapes = [tuple(t.shape) if isinstance(t, (Value, Tensor)) else () for t in (first, second)]
-    inner = Call(tuple(torch.broadcast_shapes(*shapes)), call.path)
-    if isinstance(first, Value) or isinstance(second, Value):
-        return add(call, x, mul(inner, first, second), alpha=value)
-    return add(call, x, torch.as_tensor(first) * second, alpha=value)
-
-
-@rounding("addcmul")
-def addcmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x + α·y·z: two products and a sum, with α rounded to the format.
-
-    The first product may be of any two factors. Its underflow error is multiplied by the third factor. If it may
-    overflow, there is no bound, even if the result is small.
-    """
-    args = arguments(node)
-    alpha = abs(float(args.get("value", 1)))
-    (x, dx), (y, dy), (z, dz) = each_of(node, operands, fmt, args["input"], args["tensor1"], args["tensor2"])
-    cast = dx + alpha * (y * dz + dy * z + dy * dz) * (1 + 8 * fmt.unit)
-    y, z = y + dy, z + dz
-    underflow = 4 * fmt.smallest * (alpha + y + z + y * z)
-    error = fmt.rounded(x + dx + alpha * y * z, 5) + cast + underflow + zeros(node, operands)
-    return fmt.safe(error, torch.maximum(y * z, alpha * torch.maximum(y, z)).expand(error.shape))

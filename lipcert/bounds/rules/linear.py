@@ -1,4 +1,4 @@
-"""Linear layers, matrix products of two values, and ``einsum`` as a matrix product.
+"""Linear layers and matrix products of two values.
 
 Their norms come from lipcert.norms; a preceding scale is multiplied into the weights first.
 """
@@ -30,7 +30,6 @@ from lipcert.bounds._registry import (
 from lipcert.bounds._remainder import Against, Bilinear, Contracted, Form, per_image, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
-from lipcert.bounds.rules.structure import expand
 from lipcert.graph import Node
 from lipcert.norms import Operator, verified_norms
 from lipcert.numerics import REAL, Format, Upper, at_most, held, l2_norm
@@ -279,131 +278,3 @@ def matmul_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     else:
         error = fmt.sum(size + cast, terms, (x.nominal @ y.nominal).abs() + moved + cast) + cast
     return fmt.safe(error, torch.maximum(size, operands[0].over(largest.expand(len(size)))))
-
-
-def _contracted(node: Node, operand: Node) -> float:
-    """Terms of the sums of a product: over its summed axes, and backwards over the axes that the operand lacks."""
-    equation, *tensors = node.args
-    factors = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
-    wide, summed = sizes(equation, factors), roles(equation)[3]
-    ((term, _),) = ((term, x) for term, x in zip(terms(equation), factors, strict=True) if x is operand)
-    full = {axis for axis, size in zip(term, operand.shape, strict=True) if size == wide[axis]}
-    output = equation.replace(" ", "").partition("->")[2]
-    return math.prod(wide[axis] for axis in summed) + math.prod(wide[axis] for axis in output if axis not in full)
-
-
-@rule("einsum", linear=in_one_operand, schur=Schur(magnitudes=True, terms=_contracted))
-def einsum(call: Call, equation: str, *tensors: Any) -> Value:
-    """A batch of matrix products: axes in both tensors are batch axes if the result has them, else summed over.
-
-    The norm is that of ``matmul``; moving axes is a bijection of the entries. An axis of size 1 in one tensor and n in
-    the other is repeated n times first, which has norm √n.
-    """
-    operands = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
-    if not isinstance(equation, str):
-        raise NoAnswer("einsum with axes that are not letters")
-    batch, rows, columns, summed = roles(equation)
-    a, b = terms(equation)
-    wide = sizes(equation, operands)
-    x, y = (_widened(call, t, term, wide) for t, term in zip(operands, (a, b), strict=True))
-
-    def size(axes: str) -> int:
-        return math.prod(wide[axis] for axis in axes)
-
-    lhs = _arranged(x, a, (batch, rows, summed), wide)
-    rhs = _arranged(y, b, (batch, summed, columns), wide)
-    product = Call((size(batch), size(rows), size(columns)), call.path)
-    if isinstance(lhs, Tensor):
-        norm = Operator(lhs).norm
-        return Value(call.shape, rhs.lip * norm, magnitude=rhs.row_norm(-2) * norm)
-    result = matmul(product, lhs, rhs)
-    return Value(call.shape, result.lip, magnitude=result.magnitude, floor=result.lowest)
-
-
-def terms(equation: str) -> tuple[str, str]:
-    """The axes of the two tensors of a product."""
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    labels = inputs.split(",")
-    if len(labels) != 2 or "." in equation or "->" not in equation:
-        raise NoAnswer(f"einsum {equation}")
-    if any(len(set(term)) != len(term) for term in (*labels, output)):
-        raise NoAnswer(f"einsum {equation}")
-    return labels[0], labels[1]
-
-
-def sizes(equation: str, operands: Sequence[Any]) -> dict[str, int]:
-    """The sizes of the axes of a product of two tensors, values or nodes.
-
-    An axis of size 1 is repeated if it is longer in the other operand, as in torch.
-    """
-    roles(equation)
-    lengths: dict[str, int] = {}
-    for term, operand in zip(terms(equation), operands, strict=True):
-        for axis, size in zip(term, operand.shape, strict=True):
-            if lengths.get(axis, 1) == 1:
-                lengths[axis] = size
-            elif size not in (1, lengths[axis]):
-                raise NoAnswer(f"einsum {equation}")
-    return lengths
-
-
-def repeats(equation: str, operands: Sequence[Any]) -> list[int]:
-    """How many times each of two operands is repeated along axes in which it has size 1 and the other is longer."""
-    wide = sizes(equation, operands)
-    pairs = zip(terms(equation), operands, strict=True)
-    return [math.prod(wide[axis] // max(1, x.shape[i]) for i, axis in enumerate(term)) for term, x in pairs]
-
-
-def roles(equation: str) -> tuple[str, str, str, str]:
-    """The axes of a product of two tensors: of all three, of the first and result, of second and result, of both."""
-    a, b = terms(equation)
-    output = equation.replace(" ", "").partition("->")[2]
-    shared = [axis for axis in a if axis in b]
-    batch = "".join(axis for axis in shared if axis in output)
-    rows = "".join(axis for axis in a if axis not in b)
-    columns = "".join(axis for axis in b if axis not in a)
-    if set(rows + columns) - set(output):
-        raise NoAnswer(f"einsum {equation}")
-    return batch, rows, columns, "".join(axis for axis in shared if axis not in output)
-
-
-def _widened(call: Call, x: Any, names: str, wide: dict[str, int]) -> Any:
-    """A tensor or value with its axes of size 1 repeated to the sizes of the product."""
-    shape = tuple(wide[axis] for axis in names)
-    if shape == tuple(x.shape):
-        return x
-    return expand(Call(shape, call.path), x) if isinstance(x, Value) else x.expand(shape)
-
-
-def _arranged(x: Any, names: str, groups: tuple[str, str, str], sizes: dict[str, int]) -> Any:
-    """A tensor or value with its axes merged into three groups; rows are kept along an axis that forms a group."""
-    shape = tuple(math.prod(sizes[axis] for axis in group) for group in groups)
-    if not isinstance(x, Value):
-        order = [names.index(axis) for group in groups for axis in group]
-        return held(x).permute(order).reshape(shape)
-    rows = None
-    if x.rows is not None and names[x.rows[0]] in groups:
-        rows = (groups.index(names[x.rows[0]]), x.rows[1])
-    return Value(shape, x.lip, magnitude=x.magnitude, rows=rows, floor=x.lowest)
-
-
-@remainder("einsum")
-class Contraction(Bilinear):
-    """A batch of matrix products, as in :func:`einsum`: ‖X Y‖_F ≤ ‖X‖_F‖Y‖_F in each.
-
-    K = 1, times √m for an operand that is repeated m times along axes where it has size 1.
-    """
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        equation = node.args[0]
-        if len(operands) != 2 or not isinstance(equation, str):
-            raise NoAnswer("other than two tensors")
-        self.factor = math.sqrt(math.prod(repeats(equation, node.operands)))
-
-
-@jacobian("einsum", covers=in_two_operands)
-def einsum_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """The Frobenius norm of the other operand, times √(number of repetitions) of either along axes of size 1."""
-    operand, other = node.operands[place], node.operands[1 - place]
-    gain = lengths(values[other]) * math.sqrt(math.prod(repeats(node.args[0], node.operands)))
-    return bilinear(gain, sum(operand.shape) + sum(node.shape) + sum(other.shape))
