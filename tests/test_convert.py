@@ -245,7 +245,7 @@ def test_calibration_helps() -> None:
     new.proj.load_state_dict(old.proj.state_dict())
 
     def error(tokens: Tensor | None) -> float:
-        initialise_attention(new, heads_of(old, "kinds first", tokens), tokens)
+        initialise_attention(new, heads_of(old, "qkv", tokens), tokens)
         return float((new(x) - old(x)).norm() / old(x).norm())
 
     assert error(x) < 0.5 * error(None)
@@ -409,8 +409,8 @@ def test_query_norms_become_part_of_the_weights() -> None:
     normed = timm.layers.Attention(8, num_heads=2, qkv_bias=False, qk_norm=True, norm_layer=timm.layers.RmsNorm)
     normed.qkv.load_state_dict(plain.qkv.state_dict())
     tokens = torch.randn(4, 100, 8)
-    new = heads_of(normed, "kinds first", tokens)
-    old = heads_of(plain, "kinds first", tokens)
+    new = heads_of(normed, "qkv", tokens)
+    old = heads_of(plain, "qkv", tokens)
     factor = new.queries.norm(dim=1) / old.queries.norm(dim=1)
     lengths = (tokens @ old.queries.float().permute(1, 0, 2).flatten(1)).unflatten(-1, (2, 4)).square().mean(-1).sqrt()
     assert float((factor.mean() * lengths.mean() - 1).abs()) < 0.3

@@ -649,7 +649,7 @@ def replaced(name: str) -> tuple[Any, Any, tuple[int, ...], dict[str, Any]]:
 
 def test_every_class_in_the_table_is_tried() -> None:
     tried = {class_name(old) for old, _, _ in TIMM_ATTENTION.values()}
-    elsewhere = {key for key, form in ATTENTIONS.items() if form.now in ("L2Attention", "L2WindowAttention")}
+    elsewhere = {key for key, form in ATTENTIONS.items() if form.now in (L2Attention, L2WindowAttention)}
     assert tried | elsewhere == set(ATTENTIONS)
 
 

@@ -4,8 +4,8 @@ Each module answers ``lipschitz(input_shape)`` with a :class:`lipcert.bounds.Bou
 """
 
 from lipcert.surgery._activations import ClippedMaxMin, ClippedReLU, MaxMin, SmoothMaxMin
-from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
-from lipcert.surgery._attention import L2Attention, L2WindowAttention
+from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention, L2WindowAttention
+from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._convert import ConversionReport, convert
 from lipcert.surgery._linear import LipConv2d, LipLinear, Orthogonal
 from lipcert.surgery._projections import (

@@ -19,7 +19,27 @@ from lipcert.errors import InputError
 from lipcert.numerics import Bound
 
 
-class ClippedReLU(nn.Module):
+class _Activation(nn.Module):
+    """An activation with the constant 1, for the reason that its class gives."""
+
+    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
+    why: ClassVar[str]
+
+    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
+        """The bound 1, for a sample of this shape.
+
+        Raises:
+            InputError: if its channels do not pair up, or broadcasting a threshold would enlarge the sample: copying
+                entries is not 1-Lipschitz.
+        """
+        self._check(tuple(input_shape))
+        return Bound.deterministic(1.0, self.why, f"lipcert.surgery.{type(self).__name__}")
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        raise NotImplementedError
+
+
+class ClippedReLU(_Activation):
     """ReLUθ(x) = min(max(x, 0), θ), with a learnable threshold θ (Huang et al. 2021, arXiv 2111.01395, equation 8).
 
     It is 1-Lipschitz as a composition of x ↦ max(x, 0) and x ↦ min(x, θ), both 1-Lipschitz entry by entry for any θ.
@@ -28,7 +48,7 @@ class ClippedReLU(nn.Module):
         threshold: θ; one number, or a tensor that broadcasts over a sample, such as (C, 1, 1) for one per channel.
     """
 
-    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
+    why = "1-Lipschitz entry by entry"
 
     def __init__(self, threshold: float | Tensor = 1.0):
         super().__init__()
@@ -37,17 +57,11 @@ class ClippedReLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.minimum(x.clamp(min=0), self.threshold)
 
-    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """The bound 1, for a sample of any shape over which the threshold broadcasts.
-
-        Raises:
-            InputError: if broadcasting the threshold would enlarge the sample; copying entries is not 1-Lipschitz.
-        """
-        _check_broadcast(self.threshold, input_shape)
-        return Bound.deterministic(1.0, "1-Lipschitz entry by entry", "lipcert.surgery.ClippedReLU")
+    def _check(self, shape: tuple[int, ...]) -> None:
+        _check_broadcast(self.threshold, shape)
 
 
-class MaxMin(nn.Module):
+class MaxMin(_Activation):
     """Pairs the two halves (a, b) of the channels and returns (max(a, b), min(a, b)), in the shape of the input.
 
     It is 1-Lipschitz: sorting is continuous and, on each of finitely many pieces, a permutation, which is orthogonal.
@@ -56,7 +70,7 @@ class MaxMin(nn.Module):
         dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
     """
 
-    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
+    why = "a permutation at every point"
 
     def __init__(self, dim: int = 1):
         super().__init__()
@@ -65,17 +79,11 @@ class MaxMin(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(_sorted(*x.chunk(2, self.dim)), self.dim)
 
-    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """The bound 1, for a sample with an even number of channels.
-
-        Raises:
-            InputError: if the channels do not pair up.
-        """
-        _half(input_shape, self.dim)
-        return Bound.deterministic(1.0, "a permutation at every point", "lipcert.surgery.MaxMin")
+    def _check(self, shape: tuple[int, ...]) -> None:
+        _half(shape, self.dim)
 
 
-class SmoothMaxMin(nn.Module):
+class SmoothMaxMin(_Activation):
     """:class:`MaxMin` with a softplus s(t) = β log(1 + exp(t/β)) in place of the ReLU: (b + s(a − b), a − s(a − b)).
 
     It is 1-Lipschitz: with σ = s'(a − b) in (0, 1) its Jacobian maps (δa, δb) to σ(δa, δb) + (1 − σ)(δb, δa), a mean of
@@ -89,7 +97,7 @@ class SmoothMaxMin(nn.Module):
         InputError: ``beta`` is not a positive, finite number.
     """
 
-    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
+    why = "a mean of two permutations at every point"
 
     def __init__(self, beta: float = 0.2, dim: int = 1):
         super().__init__()
@@ -102,20 +110,14 @@ class SmoothMaxMin(nn.Module):
         above = F.logsigmoid((b - a) / self.beta) * -self.beta
         return torch.cat((b + above, a - above), self.dim)
 
-    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """The bound 1, for a sample with an even number of channels.
-
-        Raises:
-            InputError: if the channels do not pair up.
-        """
-        _half(input_shape, self.dim)
-        return Bound.deterministic(1.0, "a mean of two permutations at every point", "lipcert.surgery.SmoothMaxMin")
+    def _check(self, shape: tuple[int, ...]) -> None:
+        _half(shape, self.dim)
 
     def extra_repr(self) -> str:
         return f"beta={self.beta:g}, dim={self.dim}"
 
 
-class ClippedMaxMin(nn.Module):
+class ClippedMaxMin(_Activation):
     """Clipped :class:`MaxMin`: min(max(a, b), upper) and max(min(a, b), lower), with learnable thresholds.
 
     It is 1-Lipschitz, because MaxMin, x ↦ min(x, upper) and x ↦ max(x, lower) are.
@@ -126,7 +128,7 @@ class ClippedMaxMin(nn.Module):
         dim: the channel dimension, counted with the batch: 1 for (N, C, H, W), -1 for (N, tokens, C).
     """
 
-    PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
+    why = "a permutation at every point, then clipping"
 
     def __init__(self, upper: float | Tensor = 1.0, lower: float | Tensor = -1.0, dim: int = 1):
         super().__init__()
@@ -138,16 +140,10 @@ class ClippedMaxMin(nn.Module):
         high, low = _sorted(*x.chunk(2, self.dim))
         return torch.cat((torch.minimum(high, self.upper), torch.maximum(low, self.lower)), self.dim)
 
-    def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
-        """The bound 1, for a sample with an even number of channels over whose halves the thresholds broadcast.
-
-        Raises:
-            InputError: if the channels do not pair up, or a threshold would enlarge the sample.
-        """
-        half = _half(input_shape, self.dim)
+    def _check(self, shape: tuple[int, ...]) -> None:
+        half = _half(shape, self.dim)
         _check_broadcast(self.upper, half)
         _check_broadcast(self.lower, half)
-        return Bound.deterministic(1.0, "a permutation at every point, then clipping", "lipcert.surgery.ClippedMaxMin")
 
 
 # The replacements of ReLU, by the argument ``convert(activation=...)``.

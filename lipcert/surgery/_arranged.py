@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 from lipcert.numerics import Bound, Upper, through
-from lipcert.surgery._attention import L2Attention, _biased_gain, _uniform_gain, _worst_masks
+from lipcert.surgery._attention import L2Attention, biased_gain, uniform_gain, worst_masks
 
 ARRANGEMENTS = ("tokens", "grid", "channels", "units", "windows")
 
@@ -185,10 +185,8 @@ class L2SetAttention(L2Attention):
         reach = self._reach(token_norm)
         biases = self._biases(tokens, mask, shared, float(reach))
         if biases is None:
-            return self._bound([through(partial(_uniform_gain, tokens), reach)] * self.num_heads)
-        return self._bound(
-            [max((through(partial(_biased_gain, b), reach) for b in head), key=Upper) for head in biases]
-        )
+            return self._bound([through(partial(uniform_gain, tokens), reach)] * self.num_heads)
+        return self._bound([max((through(partial(biased_gain, b), reach) for b in head), key=Upper) for head in biases])
 
     def _set_size(self, shape: tuple[int, ...]) -> int:
         channel = 0 if self.arrangement == "channels" else -1
@@ -205,18 +203,86 @@ class L2SetAttention(L2Attention):
         self, tokens: int, mask: Tensor | None, shared: Tensor | None, reach: float
     ) -> list[list[Tensor]] | None:
         """For each head the distinct biases of its sets, float64, shape (tokens, tokens); None if there are none."""
-        parts = [part.detach().cpu().double() for part in (shared,) if part is not None]
-        if self.bias is not None:
-            parts.append(copy.deepcopy(self.bias).cpu().double().eval()().detach())
+        parts = [part.detach().cpu().double() for part in (shared, self._fixed_bias()) if part is not None]
         if mask is not None:
-            parts.append(_by_window(_worst_masks(mask.detach().cpu().double(), reach)))
+            parts.append(_by_window(worst_masks(mask.detach().cpu().double(), reach)))
         if not parts:
             return None
+        if any(n not in (1, tokens) for part in parts for n in part.shape[-2:]):
+            raise InputError(f"a bias or mask of {type(self).__name__} is not for pairs of {tokens} tokens")
         total = sum(parts, torch.zeros(1, 1, 1, 1, dtype=torch.float64))
         return [list(head) for head in total.expand(-1, self.num_heads, tokens, tokens).transpose(0, 1)]
 
+    def _fixed_bias(self) -> Tensor | None:
+        """:meth:`position_bias`, evaluated in float64."""
+        return None if self.bias is None else copy.deepcopy(self.bias).cpu().double().eval()()
+
     def extra_repr(self) -> str:
         return f"{self.dim}, {self.num_heads}, arrangement={self.arrangement!r}, first={self.first}"
+
+
+class L2WindowAttention(L2SetAttention):
+    """L2 attention within Swin's windows, with relative position bias and the mask of shifted windows.
+
+    A mask that is 0 on the diagonal and at most 0 elsewhere, as in Swin, lowers every exp(b_ij − b_ii). If tokens are
+    unbounded, that lowers the constant, so the bound without the mask remains valid. If their norms are bounded, the
+    mask may raise it: the fewer tokens share the weight of a row, the larger is the share of each. (For small T, ψ is
+    negative for large V, and the suprema of :mod:`lipcert.surgery._distance` increase as B_i decreases.) Then each mask
+    has its own constant and must be given to ``lipschitz``; −∞ is allowed off the diagonal.
+
+    Attributes:
+        relative_position_bias_table: b by offset and head, shape ((2h − 1)(2w − 1), heads), as in timm's
+            WindowAttention.
+
+    Args:
+        dim: D.
+        num_heads: number of heads.
+        window_size: (height, width) of a window in tokens.
+        table: b; zeros by default.
+        **kwargs: as in :class:`L2Attention`.
+    """
+
+    relative_position_index: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        window_size: tuple[int, int],
+        table: nn.Parameter | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(dim, num_heads, **kwargs)
+        height, width = window_size
+        self.window_size = (height, width)
+        zeros = torch.zeros((2 * height - 1) * (2 * width - 1), num_heads)
+        self.relative_position_bias_table = nn.Parameter(zeros.to(self.q.weight)) if table is None else table
+        self.register_buffer("relative_position_index", self._index(), persistent=False)
+
+    def _index(self) -> Tensor:
+        """Row of the table for each pair of tokens, (Δ row + h − 1)(2w − 1) + Δ column + w − 1; shape (area, area)."""
+        height, width = self.window_size
+        device = self.q.weight.device
+        rows = torch.arange(height, device=device).repeat_interleave(width)
+        columns = torch.arange(width, device=device).repeat(height)
+        down, right = rows[:, None] - rows, columns[:, None] - columns
+        return (down + height - 1) * (2 * width - 1) + right + width - 1
+
+    def init_non_persistent_buffers(self) -> None:
+        """Recomputes the index, for timm, after a model was built without storage."""
+        self.relative_position_index.copy_(self._index())
+
+    def position_bias(self) -> Tensor:
+        """b, shape (heads, area, area)."""
+        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
+
+    def _fixed_bias(self) -> Tensor:
+        return self.position_bias()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Attention within each window of x, shape (N·windows, area, dim); ``mask`` has shape (windows, area, area)."""
+        return super().forward(x, mask=mask)
 
 
 class L2RotaryAttention(L2Attention):
@@ -260,25 +326,26 @@ class L2RotaryAttention(L2Attention):
         arrived = self._turned(self.attn_drop(logits.softmax(-1)) @ z, rope, -1)
         return self._out(arrived @ self.mixing())
 
+    def _pairs(self, channels: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the second channels of the pairs that are rotated."""
+        if self.by_halves:
+            first, second = channels.chunk(2, -1)
+            return first, second
+        return channels[..., ::2], channels[..., 1::2]
+
     def _turned(self, y: Tensor, rope: Tensor | None, way: int) -> Tensor:
-        """R_i y_i for ``way`` 1, R_iᵀ y_i for −1; shape (N, heads, tokens, d)."""
+        """R_i y_i for ``way`` 1, R_iᵀ y_i for −1; shape (N, heads, tokens, d).
+
+        R_i maps a pair to (c₁a − s₁b, s₂a + c₂b).
+        """
         if rope is None:
             return y
         sine, cosine = rope.to(y.dtype).chunk(2, -1)
         front, tail = y[:, :, : self.prefix], y[:, :, self.prefix :]
-        if self.by_halves:
-            low, high = tail.chunk(2, -1)
-            (s1, s2), (c1, c2) = sine.chunk(2, -1), cosine.chunk(2, -1)
-            parts = _rotated(low, high, (c1, c2), (s1, s2), way)
-            return torch.cat((front, torch.cat(parts, -1)), 2)
-        parts = _rotated(
-            tail[..., ::2],
-            tail[..., 1::2],
-            (cosine[..., ::2], cosine[..., 1::2]),
-            (sine[..., ::2], sine[..., 1::2]),
-            way,
-        )
-        return torch.cat((front, torch.stack(parts, -1).flatten(-2)), 2)
+        (a, b), (s1, s2), (c1, c2) = (self._pairs(part) for part in (tail, sine, cosine))
+        pair = (a * c1 - b * s1, b * c2 + a * s2) if way > 0 else (a * c1 + b * s2, b * c2 - a * s1)
+        turned = torch.cat(pair, -1) if self.by_halves else torch.stack(pair, -1).flatten(-2)
+        return torch.cat((front, turned), 2)
 
     def lipschitz(
         self, input_shape: tuple[int, ...], token_norm: Upper | None = None, rope: Tensor | None = None
@@ -299,7 +366,7 @@ class L2RotaryAttention(L2Attention):
         tokens = self._tokens(input_shape)
         rho = self._largest_turn(rope)
         reach = self._reach(None if token_norm is None else token_norm * rho)
-        return self._bound([through(partial(_uniform_gain, tokens), reach) * rho * rho] * self.num_heads)
+        return self._bound([through(partial(uniform_gain, tokens), reach) * rho * rho] * self.num_heads)
 
     def result_norm(self, token_norm: Upper, rope: Tensor | None = None) -> Upper:
         """Like :meth:`L2Attention.result_norm`, with one factor ρ for the rotation and one for the rotation back."""
@@ -311,10 +378,7 @@ class L2RotaryAttention(L2Attention):
         if rope is None:
             return Upper(1)
         sine, cosine = rope.detach().cpu().to(self.q.weight.dtype).double().chunk(2, -1)
-        if self.by_halves:
-            (s1, s2), (c1, c2) = sine.chunk(2, -1), cosine.chunk(2, -1)
-        else:
-            s1, s2, c1, c2 = sine[..., ::2], sine[..., 1::2], cosine[..., ::2], cosine[..., 1::2]
+        (s1, s2), (c1, c2) = self._pairs(sine), self._pairs(cosine)
         blocks = torch.stack((torch.stack((c1, -s1), -1), torch.stack((s2, c2), -1)), -2).reshape(-1, 2, 2)
         return max(Upper(1), dense_norm(blocks.unique(dim=0)))
 
@@ -380,13 +444,3 @@ class PairBias(nn.Module):
 def _by_window(mask: Tensor | None) -> Any:
     """Reshapes (windows, tokens, tokens) to (windows, 1, tokens, tokens)."""
     return None if mask is None else mask.unsqueeze(1)
-
-
-def _rotated(
-    a: Tensor, b: Tensor, cosine: tuple[Tensor, Tensor], sine: tuple[Tensor, Tensor], way: int
-) -> tuple[Tensor, Tensor]:
-    """(c₁a − s₁b, s₂a + c₂b), or with the transposed matrices for ``way`` −1."""
-    (c1, c2), (s1, s2) = cosine, sine
-    if way > 0:
-        return a * c1 - b * s1, b * c2 + a * s2
-    return a * c1 + b * s2, b * c2 - a * s1

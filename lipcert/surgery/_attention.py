@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -164,7 +164,7 @@ class L2Attention(nn.Module):
             InputError: if the shape does not fit, or a weight is not finite.
         """
         tokens = self._tokens(input_shape)
-        gain = through(partial(_uniform_gain, tokens), self._reach(token_norm))
+        gain = through(partial(uniform_gain, tokens), self._reach(token_norm))
         return self._bound([gain] * self.num_heads)
 
     def result_norm(self, token_norm: Upper) -> Upper:
@@ -225,107 +225,12 @@ class L2Attention(nn.Module):
         return Bound.deterministic(min(bounds), method, _REFERENCE)
 
 
-class L2WindowAttention(L2Attention):
-    """L2 attention within Swin's windows, with relative position bias and the mask of shifted windows.
-
-    Attributes:
-        relative_position_bias_table: b by offset and head, shape ((2h − 1)(2w − 1), heads), as in timm's
-            WindowAttention.
-
-    Args:
-        dim: D.
-        num_heads: number of heads.
-        window_size: (height, width) of a window in tokens.
-        **kwargs: as in :class:`L2Attention`.
-    """
-
-    relative_position_index: Tensor
-
-    def __init__(self, dim: int, num_heads: int, *, window_size: tuple[int, int], **kwargs: Any):
-        super().__init__(dim, num_heads, **kwargs)
-        height, width = window_size
-        self.window_size = (height, width)
-        self.window_area = height * width
-        table = torch.zeros((2 * height - 1) * (2 * width - 1), num_heads)
-        self.relative_position_bias_table = nn.Parameter(table.to(self.q.weight))
-        self.register_buffer("relative_position_index", self._index(), persistent=False)
-
-    def _index(self) -> Tensor:
-        """Row of the table for each pair of tokens, (Δ row + h − 1)(2w − 1) + Δ column + w − 1; shape (area, area)."""
-        height, width = self.window_size
-        device = self.q.weight.device
-        rows = torch.arange(height, device=device).repeat_interleave(width)
-        columns = torch.arange(width, device=device).repeat(height)
-        down, right = rows[:, None] - rows, columns[:, None] - columns
-        return (down + height - 1) * (2 * width - 1) + right + width - 1
-
-    def init_non_persistent_buffers(self) -> None:
-        """Recomputes the index, for timm, after a model was built without storage."""
-        self.relative_position_index.copy_(self._index())
-
-    def position_bias(self) -> Tensor:
-        """b, shape (heads, area, area)."""
-        return self.relative_position_bias_table[self.relative_position_index].permute(2, 0, 1)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
-        """Attention within each window.
-
-        Args:
-            x: shape (N·windows, area, dim).
-            mask: added to the logits, shape (windows, area, area), or None.
-
-        Returns:
-            Shape (N·windows, area, dim).
-        """
-        bias = self.position_bias()
-        if mask is not None:
-            bias = (bias + mask.unsqueeze(1)).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
-        return self.attend(x, bias)
-
-    def lipschitz(
-        self, input_shape: tuple[int, ...], token_norm: Upper | None = None, mask: Tensor | None = None
-    ) -> Bound:
-        """The Lipschitz constant for one window, which is also that of all windows because they do not overlap.
-
-        A mask that is 0 on the diagonal and at most 0 elsewhere, as in Swin, lowers every exp(b_ij − b_ii). If tokens
-        are unbounded, that lowers the constant, so the bound without the mask remains valid. If their norms are
-        bounded, the mask may raise it: the fewer tokens share the weight of a row, the larger is the share of each.
-        (For small T, ψ is negative for large V, and the suprema of :mod:`lipcert.surgery._distance` increase as B_i
-        decreases.) Then each mask has its own constant and must be given.
-
-        Args:
-            input_shape: (area, dim).
-            token_norm: as in :meth:`L2Attention.lipschitz`.
-            mask: shape (windows, area, area). The result is the constant under this mask, the largest over the windows;
-                −∞ is allowed off the diagonal.
-
-        Returns:
-            The bound.
-
-        Raises:
-            InputError: if a shape does not fit, or a weight is not finite.
-        """
-        area = self._tokens(input_shape)
-        if area != self.window_area:
-            raise InputError(f"a window has {self.window_area} tokens, got {area}")
-        if mask is not None and tuple(mask.shape[1:]) != (area, area):
-            raise InputError(f"a mask has shape (windows, {area}, {area}), got {tuple(mask.shape)}")
-        reach = self._reach(token_norm)
-        bias = self.position_bias().detach().double().cpu()
-        masks = torch.zeros(1, area, area) if mask is None else _worst_masks(mask.detach().cpu(), float(reach))
-        worst = [
-            max((through(partial(_biased_gain, head + one.double()), reach) for one in masks), key=Upper)
-            for head in bias
-        ]
-        return self._bound(worst)
-
-
 @lru_cache(maxsize=64)
-def _uniform_gain(tokens: int, reach: float) -> Upper:
+def uniform_gain(tokens: int, reach: float) -> Upper:
     return attention_gain(torch.ones(tokens - 1, 1), tokens - 1, tokens - 1, reach)
 
 
-def _biased_gain(bias: Tensor, reach: float) -> Upper:
+def biased_gain(bias: Tensor, reach: float) -> Upper:
     """The gain for one head and one window, b of shape (tokens, tokens) in float64.
 
     For a difference |b_ij − b_ii| ≤ 700 the computed exponential has a relative error of at most 1e-12, and the sums of
@@ -340,7 +245,7 @@ def _biased_gain(bias: Tensor, reach: float) -> Upper:
     return attention_gain(weights * (1 + 1e-9), low, high, reach)
 
 
-def _worst_masks(masks: Tensor, reach: float) -> Tensor:
+def worst_masks(masks: Tensor, reach: float) -> Tensor:
     """The distinct masks; only the zero mask if it is among them and the others can only lower the gain.
 
     They can only lower the gain if T is ∞. Then ψ is positive for every V: its maximum is w·e^(−t) at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,23 +29,15 @@ class Heads:
     value_bias: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Maps:
-    """The weights in the module's orientation, with outputs as rows: (heads, d, dim), and their biases (heads, d)."""
-
-    weights: list[Tensor]
-    biases: list[Tensor | None]
-
-
 def heads_of(module: nn.Module, packing: str, tokens: Tensor | None) -> Heads:
     """Reads the maps of a module.
 
     If queries and keys are normalised, by a module or for cosine attention, each channel of each head is multiplied by
     the factor that best approximates the normalisation on the tokens, in mean square.
     """
-    maps = PACKINGS[packing](module)
-    weights = [weight.detach().double() for weight in maps.weights]
-    biases = [None if bias is None else bias.detach().double() for bias in maps.biases]
+    maps = _maps(module, packing)
+    weights = [weight.detach().double() for weight, _ in maps]
+    biases = [None if bias is None else bias.detach().double() for _, bias in maps]
     for index, normalise in enumerate(_normalisations(module)):
         if normalise is not None:
             weights[index] = weights[index] * _gain(weights[index], biases[index], normalise, tokens).unsqueeze(-1)
@@ -55,9 +47,41 @@ def heads_of(module: nn.Module, packing: str, tokens: Tensor | None) -> Heads:
 
 def sizes_of(module: nn.Module, packing: str) -> tuple[int, int, int, int, bool]:
     """(heads, dim, d, d_v, whether the values have a bias)."""
-    maps = PACKINGS[packing](module)
-    heads, width, dim = maps.weights[0].shape
-    return heads, dim, width, maps.weights[2].shape[1], maps.biases[2] is not None
+    (queries, _), _, (values, bias) = _maps(module, packing)
+    heads, width, dim = queries.shape
+    return heads, dim, width, values.shape[1], bias is not None
+
+
+def _maps(module: Any, packing: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Weights (heads, d, dim) and biases (heads, d) of queries, keys and values.
+
+    The packing names the layers; the letters q, k and v in a name are what it maps to. Rows are ordered by kind, head,
+    channel; in a joint layer of a module with ``head_first``, or with the packing "by head", by head, kind, channel.
+    """
+    heads = getattr(module, "num_heads", None) or module.heads
+    by_head = packing == "by head" or getattr(module, "head_first", False)
+    names = ["qkv"] if by_head else packing.split(", ")
+    if names == ["qkv"] and module.qkv is None:
+        names = ["q_proj", "k_proj", "v_proj"]
+    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for name in names:
+        layer, kinds = getattr(module, name), [letter for letter in name if letter in "qkv"]
+
+        def split(rows: Tensor, kinds: list[str] = kinds) -> Sequence[Tensor]:
+            if not by_head:
+                return rows.unflatten(0, (len(kinds), heads, -1)).unbind()
+            width = getattr(module, "key_dim", None) or module.dim_head
+            rows = rows.unflatten(0, (heads, -1))
+            return rows.split([width, width, rows.shape[1] - 2 * width], 1)  # the values may be wider
+
+        biases: Sequence[Tensor | None]
+        if layer.bias is not None:
+            biases = split(layer.bias)
+        else:
+            separate = [getattr(module, f"{kind}_bias", None) for kind in kinds]
+            biases = [None if bias is None else bias.unflatten(0, (heads, -1)) for bias in separate]
+        found.update(zip(kinds, zip(split(layer.weight.flatten(1)), biases, strict=True), strict=True))
+    return [found[kind] for kind in "qkv"]
 
 
 def _gain(weight: Tensor, bias: Tensor | None, normalise: Callable[[Tensor], Tensor], tokens: Tensor | None) -> Tensor:
@@ -93,80 +117,3 @@ def _normalisations(module: Any) -> list[Callable[[Tensor], Tensor] | None]:
 def _in_double(norm: nn.Module) -> Callable[[Tensor], Tensor]:
     dtype = next((p.dtype for p in norm.parameters()), torch.float32)
     return lambda z: norm(z.to(dtype)).double()
-
-
-def _flat(layer: Any) -> Tensor:
-    """The weight of a linear layer or a 1×1 convolution, as a matrix (out, in)."""
-    return layer.weight.flatten(1)
-
-
-def _kinds_first(module: Any) -> _Maps:
-    """One fused map, with rows ordered by (query, key, value), head, channel."""
-    heads = getattr(module, "num_heads", None) or module.heads
-    weights = list(_flat(module.qkv).unflatten(0, (3, heads, -1)))
-    if module.qkv.bias is not None:
-        return _Maps(weights, list(module.qkv.bias.unflatten(0, (3, heads, -1))))
-    separate = [getattr(module, f"{name}_bias", None) for name in "qkv"]
-    return _Maps(weights, [None if bias is None else bias.unflatten(0, (heads, -1)) for bias in separate])
-
-
-def _heads_first(module: Any) -> _Maps:
-    """One fused map, with rows ordered by head, (query, key, value), channel; the values may be wider."""
-    heads = module.num_heads
-    width = getattr(module, "key_dim", None) or module.dim_head
-    weight = _flat(module.qkv).unflatten(0, (heads, -1))
-    widths = [width, width, weight.shape[1] - 2 * width]
-    bias = module.qkv.bias
-    biases = [None] * 3 if bias is None else list(bias.unflatten(0, (heads, -1)).split(widths, 1))
-    return _Maps(list(weight.split(widths, 1)), biases)
-
-
-def _either_first(module: Any) -> _Maps:
-    """MaxViT's modules, which have an attribute for the order."""
-    return _heads_first(module) if module.head_first else _kinds_first(module)
-
-
-def _separate(*names: str) -> Callable[[Any], _Maps]:
-    """Three separate maps."""
-
-    def read(module: Any) -> _Maps:
-        layers = [getattr(module, name) for name in names]
-        weights = [_flat(layer).unflatten(0, (module.num_heads, -1)) for layer in layers]
-        biases = [None if layer.bias is None else layer.bias.unflatten(0, (module.num_heads, -1)) for layer in layers]
-        return _Maps(weights, biases)
-
-    return read
-
-
-def _fused_or_not(module: Any) -> _Maps:
-    """The rotary modules, with one fused map or three separate ones."""
-    return _kinds_first(module) if module.qkv is not None else _separate("q_proj", "k_proj", "v_proj")(module)
-
-
-def _two_and_one(pair: str, single: str, value_in_pair: bool) -> Callable[[Any], _Maps]:
-    """One fused map for two of the three, with rows ordered by kind, head, channel, and one map for the third."""
-
-    def read(module: Any) -> _Maps:
-        heads = module.num_heads
-        two, third = getattr(module, pair), getattr(module, single)
-        weights = list(_flat(two).unflatten(0, (2, heads, -1)))
-        biases = [None, None] if two.bias is None else list(two.bias.unflatten(0, (2, heads, -1)))
-        alone = _flat(third).unflatten(0, (heads, -1))
-        alone_bias = None if third.bias is None else third.bias.unflatten(0, (heads, -1))
-        if value_in_pair:
-            return _Maps([alone, *weights], [alone_bias, *biases])
-        return _Maps([*weights, alone], [*biases, alone_bias])
-
-    return read
-
-
-PACKINGS: dict[str, Callable[[Any], _Maps]] = {
-    "kinds first": _kinds_first,
-    "heads first": _heads_first,
-    "either first": _either_first,
-    "q, k, v": _separate("q", "k", "v"),
-    "wq, wk, wv": _separate("wq", "wk", "wv"),
-    "fused or not": _fused_or_not,
-    "qk, v": _two_and_one("qk", "v", value_in_pair=False),
-    "q, kv": _two_and_one("kv", "q", value_in_pair=True),
-}

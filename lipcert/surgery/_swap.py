@@ -12,8 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from lipcert.errors import InputError
 from lipcert.surgery._activations import ACTIVATIONS
-from lipcert.surgery._arranged import L2RotaryAttention, L2SetAttention
-from lipcert.surgery._attention import L2Attention, L2WindowAttention
+from lipcert.surgery._arranged import L2SetAttention
+from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._heads import heads_of, sizes_of
 from lipcert.surgery._initial import initialise_attention
 from lipcert.surgery._linear import LipConv2d, LipLinear
@@ -189,28 +189,7 @@ def _distance_attention(old: Any) -> L2Attention:
         "device": proj.weight.device,
         "dtype": proj.weight.dtype,
     }
-    new: L2Attention
-    if replacement.now == "L2WindowAttention":
-        new = L2WindowAttention(dim, heads, window_size=old.window_size, **arguments)
-        new.relative_position_bias_table = old.relative_position_bias_table
-    elif replacement.now == "L2RotaryAttention":
-        new = L2RotaryAttention(
-            dim, heads, prefix=old.num_prefix_tokens, by_halves=getattr(old, "rotate_half", False), **arguments
-        )
-    elif replacement.now == "L2SetAttention":
-        area = replacement.area(old)
-        arrangement = "tokens" if replacement.arrangement == "units" and area is None else replacement.arrangement
-        new = L2SetAttention(
-            dim,
-            heads,
-            arrangement=arrangement,
-            area=area,
-            first=replacement.first,
-            bias=replacement.bias(old),
-            **arguments,
-        )
-    else:
-        new = L2Attention(dim, heads, **arguments)
+    new = replacement.now(dim, heads, **replacement.own(old), **arguments)
     if replacement.channel_last_heads:
         new.proj.weight = nn.Parameter(proj.weight.detach().unflatten(1, (-1, heads)).transpose(1, 2).flatten(1))
     elif isinstance(proj, _ConvNd):

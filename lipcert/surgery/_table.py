@@ -13,9 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipcert.surgery._arranged import ContinuousBias, GivenBias, PairBias, TableBias
-
-Refusal = Callable[[Any], str]
+from lipcert.surgery._arranged import (
+    ContinuousBias,
+    GivenBias,
+    L2RotaryAttention,
+    L2SetAttention,
+    L2WindowAttention,
+    PairBias,
+    TableBias,
+)
+from lipcert.surgery._attention import L2Attention
 
 
 @dataclass(frozen=True)
@@ -23,34 +30,23 @@ class Replacement:
     """The replacement of a softmax attention class by L2 attention.
 
     Attributes:
-        now: class of :mod:`lipcert.surgery` that replaces it.
-        packing: layout of the module's queries, keys and values: a key of ``_heads.PACKINGS``.
-        arrangement: arrangement of the tokens; see :class:`L2SetAttention`.
-        first: whether only the first token has an output.
-        bias: returns the module that computes the additive bias, or None.
-        area: returns the number of tokens of a set, if the arrangement needs it.
+        now: the class that replaces it.
+        packing: the layers of its queries, keys and values; see :mod:`lipcert.surgery._heads`.
+        own: the arguments of the new class that a module determines.
         channel_last_heads: whether the head index varies fastest in the input of the output projection.
-        refuse: returns the reason why an instance cannot be replaced; empty if it can.
     """
 
-    now: str
-    packing: str = "kinds first"
-    arrangement: str = "tokens"
-    first: bool = False
-    bias: Callable[[Any], nn.Module | None] = lambda module: None
-    area: Callable[[Any], int | None] = lambda module: None
+    now: type[L2Attention]
+    packing: str = "qkv"
+    own: Callable[[Any], dict[str, Any]] = lambda module: {}
     channel_last_heads: bool = False
-    refuse: Refusal = lambda module: ""
 
 
-def _plain(module: Any) -> str:
-    if not isinstance(getattr(module, "norm", nn.Identity()), nn.Identity):
-        return "its result is normalised before the output projection"
-    if getattr(module, "gate", None) is not None:
-        return "a gate computed from the tokens multiplies its result"
-    if getattr(module, "num_kv_groups", 1) != 1:
-        return "several heads share one key"
-    return ""
+def _set(
+    packing: str = "qkv", bias: Callable[[Any], nn.Module | None] | None = None, last: bool = False, **fixed: Any
+) -> Replacement:
+    """A replacement by :class:`L2SetAttention`."""
+    return Replacement(L2SetAttention, packing, lambda m: fixed if bias is None else {**fixed, "bias": bias(m)}, last)
 
 
 def _rel_pos(module: Any) -> nn.Module | None:
@@ -73,64 +69,69 @@ def _swin_v2_bias(module: Any) -> nn.Module:
     return ContinuousBias(module.cpb_mlp, module.relative_coords_table.squeeze(0), index)
 
 
-def _sequential(module: Any) -> str:
-    return "its bias depends on the image" if getattr(module, "sequential_attn", False) else ""
+def _units(module: Any) -> dict[str, Any]:
+    within = module.use_mask_unit_attn
+    return {"arrangement": "units", "area": module.window_size} if within else {"arrangement": "tokens"}
 
 
-def _sam(module: Any) -> str:
-    if module.use_rel_pos:
-        return "its position bias is multiplied by the queries, so it depends on the image"
-    return "rotary embedding of its own" if module.rope is not None else ""
+def _windows(module: Any) -> dict[str, Any]:
+    return {"window_size": module.window_size, "table": module.relative_position_bias_table}
 
 
-def _pooled(module: Any) -> str:
-    strided = getattr(module, "q_stride", 1) not in (1, None) or getattr(module, "q_pool", None) is not None
-    return "queries are pooled, so they belong to other tokens than the keys" if strided else ""
-
-
-def _global_queries(module: Any) -> str:
-    return "queries come from a summary of the whole image" if module.use_global else ""
-
-
-_SET = "L2SetAttention"
+_ROTARY = Replacement(
+    L2RotaryAttention,
+    own=lambda m: {"prefix": m.num_prefix_tokens, "by_halves": getattr(m, "rotate_half", False)},
+)
 
 ATTENTIONS: dict[str, Replacement] = {
-    "timm.layers.attention.Attention": Replacement("L2Attention", refuse=_plain),
-    "timm.models.vision_transformer.Attention": Replacement("L2Attention", refuse=_plain),
-    "timm.models.convit.MHSA": Replacement("L2Attention"),
-    "timm.models.swin_transformer.WindowAttention": Replacement("L2WindowAttention"),
-    "timm.layers.attention.AttentionRope": Replacement("L2RotaryAttention", "fused or not", refuse=_plain),
-    "timm.models.eva.EvaAttention": Replacement("L2RotaryAttention", "fused or not", refuse=_plain),
-    "timm.models.beit.Attention": Replacement(_SET, bias=_beit_bias),
-    "timm.models.cait.ClassAttn": Replacement(_SET, "q, k, v", first=True),
-    "timm.models.crossvit.CrossAttention": Replacement(_SET, "wq, wk, wv", first=True),
-    "timm.models.volo.ClassAttention": Replacement(_SET, "q, kv", first=True),
-    "timm.models.volo.Attention": Replacement(_SET, arrangement="grid"),
-    "timm.models.davit.WindowAttention": Replacement(_SET),
-    "timm.models.maxxvit.Attention2d": Replacement(_SET, "either first", "channels", bias=_rel_pos),
-    "timm.models.maxxvit.AttentionCl": Replacement(_SET, "either first", "grid", bias=_rel_pos),
-    "timm.layers.attention2d.Attention2d": Replacement(_SET, "either first", "channels"),
-    "timm.models.swin_transformer_v2.WindowAttention": Replacement(_SET, bias=_swin_v2_bias),
-    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": Replacement(
-        _SET, bias=lambda module: PairBias(module.meta_mlp, module.relative_coordinates_log), refuse=_sequential
+    "timm.layers.attention.Attention": Replacement(L2Attention),
+    "timm.models.vision_transformer.Attention": Replacement(L2Attention),
+    "timm.models.convit.MHSA": Replacement(L2Attention),
+    "timm.models.swin_transformer.WindowAttention": Replacement(L2WindowAttention, own=_windows),
+    "timm.layers.attention.AttentionRope": _ROTARY,
+    "timm.models.eva.EvaAttention": _ROTARY,
+    "timm.models.beit.Attention": _set(bias=_beit_bias),
+    "timm.models.cait.ClassAttn": _set("q, k, v", first=True),
+    "timm.models.crossvit.CrossAttention": _set("wq, wk, wv", first=True),
+    "timm.models.volo.ClassAttention": _set("q, kv", first=True),
+    "timm.models.volo.Attention": _set(arrangement="grid"),
+    "timm.models.davit.WindowAttention": _set(),
+    "timm.models.maxxvit.Attention2d": _set(arrangement="channels", bias=_rel_pos),
+    "timm.models.maxxvit.AttentionCl": _set(arrangement="grid", bias=_rel_pos),
+    "timm.layers.attention2d.Attention2d": _set(arrangement="channels"),
+    "timm.models.swin_transformer_v2.WindowAttention": _set(bias=_swin_v2_bias),
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": _set(
+        bias=lambda module: PairBias(module.meta_mlp, module.relative_coordinates_log)
     ),
-    "timm.models.vision_transformer_relpos.RelPosAttention": Replacement(_SET, bias=_rel_pos),
-    "timm.models.gcvit.WindowAttentionGlobal": Replacement(_SET, bias=_rel_pos, refuse=_global_queries),
-    "timm.models.hiera.MaskUnitAttention": Replacement(
-        _SET,
-        arrangement="units",
-        area=lambda module: module.window_size if module.use_mask_unit_attn else None,
-        refuse=_pooled,
+    "timm.models.vision_transformer_relpos.RelPosAttention": _set(bias=_rel_pos),
+    "timm.models.gcvit.WindowAttentionGlobal": _set(bias=_rel_pos),
+    "timm.models.hiera.MaskUnitAttention": Replacement(L2SetAttention, own=_units),
+    "timm.models.hieradet_sam2.MultiScaleAttention": _set(arrangement="grid"),
+    "timm.models.vision_transformer_sam.Attention": _set(arrangement="grid"),
+    "timm.models.metaformer.Attention": _set(),
+    "timm.models.nest.Attention": _set(last=True),
+    "timm.models.tnt.Attention": _set("qk, v"),
+    "timm.models.twins.LocallyGroupedAttn": Replacement(
+        L2SetAttention, own=lambda m: {"arrangement": "windows", "area": m.ws**2}
     ),
-    "timm.models.hieradet_sam2.MultiScaleAttention": Replacement(_SET, arrangement="grid", refuse=_pooled),
-    "timm.models.vision_transformer_sam.Attention": Replacement(_SET, arrangement="grid", refuse=_sam),
-    "timm.models.metaformer.Attention": Replacement(_SET),
-    "timm.models.nest.Attention": Replacement(_SET, channel_last_heads=True),
-    "timm.models.tnt.Attention": Replacement(_SET, "qk, v"),
-    "timm.models.twins.LocallyGroupedAttn": Replacement(_SET, arrangement="windows", area=lambda module: module.ws**2),
-    "timm.models.visformer.Attention": Replacement(_SET, arrangement="channels"),
-    "timm.models.fastvit.Attention": Replacement(_SET, arrangement="channels"),
-    "timm.models.efficientformer.Attention": Replacement(_SET, "heads first", bias=_head_table),
+    "timm.models.visformer.Attention": _set(arrangement="channels"),
+    "timm.models.fastvit.Attention": _set(arrangement="channels"),
+    "timm.models.efficientformer.Attention": _set("by head", bias=_head_table),
+}
+
+_QUERY_BIAS = "its position bias is multiplied by the queries, so it depends on the image"
+_POOLED = "queries are pooled, so they belong to other tokens than the keys"
+# Attributes of a module of these classes that rule its replacement out, unless they have one of the values.
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "norm": ("its result is normalised before the output projection", (None, nn.Identity)),
+    "gate": ("a gate computed from the tokens multiplies its result", (None,)),
+    "num_kv_groups": ("several heads share one key", (1,)),
+    "sequential_attn": ("its bias depends on the image", (False,)),
+    "use_rel_pos": (_QUERY_BIAS, (False,)),
+    "rope": ("rotary embedding of its own", (None,)),
+    "q_stride": (_POOLED, (None, 1)),
+    "q_pool": (_POOLED, (None,)),
+    "use_global": ("queries come from a summary of the whole image", (False,)),
 }
 
 _CHANNELS = "attends among channels: there is no pair of tokens with a distance"
@@ -138,7 +139,6 @@ _OTHER_TOKENS = "keys come from pooled or convolved tokens, and a distance needs
 _LEARNED = "queries are learned and not tokens, and distances to fixed points have no Lipschitz constant"
 _LINEAR = "linear attention: no softmax over pairs of tokens"
 _GATE = "a gate, not attention among tokens"
-_QUERY_BIAS = "its position bias is multiplied by the queries, so it depends on the image"
 _TALKING = "mixes the logits of different heads (talking heads)"
 
 KEPT: dict[str, str] = {
@@ -273,8 +273,7 @@ def attention_reason(module: nn.Module) -> str | None:
     """
     name = class_name(module)
     if name in ATTENTIONS:
-        replacement = ATTENTIONS[name]
-        return replacement.refuse(module) or _unreadable(module)
+        return _refused(module) or _unreadable(module)
     if name in KEPT:
         return KEPT[name]
     parts = [part for part in module.modules() if part is not module]
@@ -302,6 +301,15 @@ def norm_reason(module: nn.Module) -> str | None:
 def _called_attention(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
     return ("attention" in name or "attn" in name) and not type(module).__module__.startswith("lipcert.")
+
+
+def _refused(module: nn.Module) -> str:
+    """The reason in ``REFUSED`` why a module is kept; "" without one."""
+    for name, (reason, allowed) in REFUSED.items():
+        value = getattr(module, name, allowed[0])
+        if value not in allowed and type(value) not in allowed:
+            return reason
+    return ""
 
 
 def _unreadable(module: Any) -> str:
