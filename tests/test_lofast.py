@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lipcert
-from lipcert.bounds import margins
+from lipcert.bounds import Form, margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._lofast import Layers, LoFAST
 from lipcert.certifier.anchored.margin import RivalMargin, Weighed, change, curvature_norms, spreads
@@ -270,6 +270,33 @@ def test_columns_behind_activations(monkeypatch):
         assert bool((above <= below * 1.5).all())
     exact.plan.columns.clear()
     assert bool((exact(pixels).radius(predicted, gaps) < radius).all())
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_columns_of_forms(written, monkeypatch):
+    """Those of M times the matrix between two activations, for the form of a rule and one that mixes entries."""
+    model, pixels = perceptron(), images(2)
+    if not written:
+        monkeypatch.setattr("lipcert.certifier.anchored.jacobians.Jacobians.writes", lambda *_: False)
+    method = Anchored(model)
+    tanh, gelu = method.network.rules
+    anchor = method(pixels)
+    at, weight = anchor.linearization, model.net[3].weight.detach()
+    mixing, scale = seeded(2, 7, 16), seeded(2, 16).abs()
+    mixed = Form(
+        lambda d, m: torch.einsum("nij,nkj->nki", m, d),
+        (mixing,),
+        torch.linalg.matrix_norm(mixing, 2),
+        mixing.flatten(1).norm(dim=1),
+    )
+    for form, matrix in ((Form.weights(scale[:, None]), scale.diag_embed()), (mixed, mixing)):
+        found = method.finder.formed_columns(tanh, gelu, at.values, form, anchor.norms)
+        torch.testing.assert_close(found, (matrix @ weight).norm(dim=1), rtol=1e-8, atol=0)
+        assert bool((found >= (matrix @ weight).norm(dim=1)).all())
+    predicted, gaps = margins(model(pixels))
+    radius = anchor.radius(predicted, gaps)
+    monkeypatch.setattr("lipcert.certifier.anchored.norms.FORM_ROWS", 0)
+    assert bool((method(pixels).radius(predicted, gaps) < radius).all())
 
 
 def test_rows_of_linear_paths_are_exact():

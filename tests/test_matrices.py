@@ -86,6 +86,9 @@ def test_blocks_are_found_and_used():
     swapped = Groups(groups.columns, groups.rows)
     for one, other in (
         (matrix.row_norms(), dense.norm(dim=2)),
+        (matrix.column_norms(), dense.norm(dim=1)),
+        (matrix.column_norms(scale), (scale[:, :, None] * dense).norm(dim=1)),
+        (whole.column_norms(scale), (scale[:, :, None] * dense).norm(dim=1)),
         (matrix.moved(order).dense(), dense[:, order]),
         (matrix.scaled(scale).dense(), scale[:, :, None] * dense),
         (matrix.block_norms(5), whole.block_norms(5)),

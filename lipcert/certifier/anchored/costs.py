@@ -18,6 +18,8 @@ FEW = 64
 # Row norms are computed exactly for at most this many rows, or rows with at most this many entries, which takes fewer
 # products than a probabilistic bound.
 PROBES = 256
+# The norms of the columns of M G, for one rival class at a time, are computed for at most this many rows.
+FORM_ROWS = 1024
 # The usual number of products for Lanczos, and what it takes besides, in floating-point operations.
 _PASSES = 100
 SEARCH = 1e8

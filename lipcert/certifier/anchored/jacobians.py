@@ -537,12 +537,13 @@ class Jacobians:
                 )
         return torch.cat(norms)
 
-    def columns(self, a: Node, b: Node, values: Values, draw: Draw | None) -> Tensor:
-        """Upper bounds on the norms of the columns of G(a → b), shape (N, entries of a); without a ``draw`` exact."""
-        jacobian, rows, device = self.operator(a, b, values, several=True), b.entries, values[b].device
+    def columns(self, a: Node, b: Node, values: Values, draw: Draw | None, form: Form | None = None) -> Tensor:
+        """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a); exact without a ``draw``."""
+        jacobian, rows = self.operator(a, b, values, several=True, form=form), rows_of(b, values, form)
+        images, device = len(values[b]), values[b].device
         if draw is None:
-            return explicit_row_norms(jacobian.adjoint, len(values[b]), rows, device=device)
-        return row_norms(jacobian.adjoint, len(values[b]), rows, draw=draw, probes=_COLUMN_PROBES, device=device)
+            return explicit_row_norms(jacobian.adjoint, images, rows, device=device)
+        return row_norms(jacobian.adjoint, images, rows, draw=draw, probes=_COLUMN_PROBES, device=device)
 
 
 def rows_of(b: Node, values: Values, form: Form | None) -> int:

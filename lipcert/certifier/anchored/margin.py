@@ -160,7 +160,14 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
                         norms[a] = at.finder.formed(a, v, number, part.values, form, part.norms, key)
                 along = unknown[some] if toward.ray is None else toward.ray.formed(v.operands[form.operand], form, some)
                 every = {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}
-                by_operation[v].append(FormNorms(u, every, unknown.index_copy(0, some, along)))
+                columns = {}
+                for a in stage.nonlinear[:place]:
+                    if network.rules[a].sums and (a, u) not in at.plan.unconnected and a is not u:
+                        sizes = at.finder.formed_columns(a, v, part.values, form, part.norms)
+                        if sizes is not None:
+                            every_column = sizes.new_full((len(unknown), sizes.shape[1]), math.inf)
+                            columns[a] = every_column.index_copy(0, some, sizes)
+                by_operation[v].append(FormNorms(u, every, unknown.index_copy(0, some, along), columns))
     return by_operation
 
 

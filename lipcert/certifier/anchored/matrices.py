@@ -44,7 +44,7 @@ from torch import Tensor
 
 from lipcert.bounds import Form
 from lipcert.norms import dot_error, factor, verified_norms
-from lipcert.numerics import INFLATE, UNIT, at_most, l2_norm
+from lipcert.numerics import INFLATE, UNIT, at_most, l2_norm, root_of_squares
 
 # The largest relative distance of a norm from the one that Lanczos estimates before it is verified.
 _LOOSE = 1e-3
@@ -115,12 +115,21 @@ class JacobianMatrix:
             flat = torch.empty_like(flat).index_copy_(1, self.groups.rows.flatten(), flat)
         return at_most(flat * INFLATE + self.error[:, None])
 
-    def column_norms(self) -> Tensor:
-        """Upper bounds on the norms of the columns, shape (N or 1, columns); only of a G that is its own factor."""
-        flat = l2_norm(self.entries, 2).flatten(1)
+    def column_norms(self, scale: Tensor | None = None) -> Tensor:
+        """Upper bounds on the norms of the columns, shape (N or 1, columns); only of a G that is its own factor.
+
+        With ``scale``, of shape (N, rows), they are those of diag(scale) G.
+        """
+        if scale is None:
+            bounds, error = l2_norm(self.entries, 2), self.error
+        else:
+            rows = scale[:, None] if self.groups is None else scale[:, self.groups.rows]
+            bounds = root_of_squares(torch.matmul, rows[:, :, None], self.entries)[:, :, 0]
+            error = scale.abs().amax(1) * self.error
+        flat = bounds.flatten(1)
         if self.groups is not None:
             flat = torch.empty_like(flat).index_copy_(1, self.groups.columns.flatten(), flat)
-        return at_most(flat * INFLATE + self.error[:, None])
+        return at_most(flat * INFLATE + error[:, None])
 
     def block_norms(self, block: int) -> Tensor:
         """Upper bounds on the norms of the blocks of as many consecutive rows, shape (N or 1, rows / block)."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form
+from lipcert.certifier.anchored.costs import FORM_ROWS
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
 from lipcert.certifier.anchored.matrices import written_error
 from lipcert.certifier.anchored.network import Network
@@ -98,15 +99,17 @@ class Norms:
         return Norms(ledger, written, rounding, slack, gains, peaks, self.columns)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
-        """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,).
+        """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,)."""
+        return torch.minimum(norm + error_factor * self.error(a, b, form), form.norm * self.gains[a, b])
 
-        M multiplies the error of a product with G and a unit vector by at most ‖M‖. A product with M has an error of
-        at most γ size ‖Gv‖, with γ for sums of at most as many terms as a deviation, or a tensor of the form, has
-        entries.
+    def error(self, a: Node, b: Node, form: Form) -> Tensor:
+        """A bound on the rounding error of a product with M G(a → b) and a unit vector, shape (N,).
+
+        M multiplies the error of a product with G by at most ‖M‖. A product with M has an error of at most γ size ‖Gv‖,
+        with γ for sums of at most as many terms as a deviation, or a tensor of the form, has entries.
         """
         terms = max(b.entries, *(tensor[0].numel() for tensor in form.tensors))
-        error = form.norm * self.slack[a, b] + form.size * 4 * (terms + 16) * UNIT * self.gains[a, b]
-        return torch.minimum(norm + error_factor * error, form.norm * self.gains[a, b])
+        return form.norm * self.slack[a, b] + form.size * 4 * (terms + 16) * UNIT * self.gains[a, b]
 
 
 class _AtImages(NamedTuple):
@@ -276,6 +279,22 @@ class NormFinder:
             norm = by.norm(a, b, values, draw, form=form, entry=norms.written.entry(a, b) if draw else None)
             factor = by.error_factor(a, rows)
         return norms.raised(norm, a, self.network.root(b), form, factor)
+
+    def formed_columns(self, a: Node, v: Node, values: dict[Node, Tensor], form: Form, norms: Norms) -> Tensor | None:
+        """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), as for :meth:`formed`.
+
+        None if the path from a to b is not affine, or if M G has many rows: these norms take no random vectors.
+        """
+        by, b = self.jacobians, v.operands[form.operand]
+        rows = rows_of(b, values, form)
+        if rows > FORM_ROWS or not self.network.affine_path(a, b):
+            return None
+        if by.writes(a, b) and form.is_diagonal(b.shape):
+            matrix = norms.written.matrix(a, b)
+            sizes = matrix.moved(self.network.order(b)).column_norms(form.tensors[0].flatten(1))
+        else:
+            sizes = by.columns(a, b, values, None, form)
+        return sizes + (written_error(a.entries, rows) * norms.error(a, self.network.root(b), form))[:, None]
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, from_entries: bool) -> Draw | None:
         """Start vectors for a bound on G(a → b); None if it is computed ``from_entries``, or G is empty.

@@ -61,16 +61,19 @@ class FormNorms:
         operand: u.
         norms: upper bounds on ‖M G(a → u)‖ by a, each of shape (N,); 0 for any other a.
         along: upper bounds on ‖M G(x → u) p‖ for the p of a ray, shape (N,).
+        columns: upper bounds on the norms of the columns of M G(a → u) by a, each of shape (N, entries of a), for some
+            of the operations a from which the path to u is affine.
     """
 
     operand: Node
     norms: Mapping[Node, Tensor]
     along: Tensor
+    columns: Mapping[Node, Tensor] = field(default_factory=dict)
 
     def only(self, index: Tensor) -> FormNorms:
         """The norms for the images with the given indices."""
-        norms = {a: norm[index] for a, norm in self.norms.items()}
-        return FormNorms(self.operand, norms, self.along[index])
+        norms, columns = ({a: norm[index] for a, norm in table.items()} for table in (self.norms, self.columns))
+        return FormNorms(self.operand, norms, self.along[index], columns)
 
 
 # For operations v, the norms for each of their forms, in order.
@@ -322,7 +325,7 @@ class _StageWalk:
         curvature: Curvature,
     ):
         self.at, self.stage, self.at_start, self.source, self.curvature = at, stage, at_start, source, curvature
-        self.zero = torch.zeros_like(at_start)
+        self.zero, self.unknown = torch.zeros_like(at_start), torch.full_like(at_start, math.inf)
         self.remainders: dict[Node, Tensor] = {}  # bounds on ‖R_v‖ so far, shape (N,)
         self.rho: dict[Node, list[Tensor]] = {}
         self.summed: dict[tuple[Node, Node], Tensor] = {}
@@ -355,18 +358,27 @@ class _StageWalk:
         carried = None if u is self.stage.start else self.at.rounding.carried(u)
         total = self.zero if carried is None else carried * self.gain(u, u, seminorm)
         for v, norm in self.remainders.items():
-            error, put = at_most(self.gain(v, u, seminorm) * norm), self.at.rounding.put(v)
-            if (v, u) in self.at.norms.columns and seminorm.kind is not SeminormKind.CURVATURE:
-                error = torch.minimum(error, self._by_columns(v, u))
+            put, by_norm = self.at.rounding.put(v), at_most(self.gain(v, u, seminorm) * norm)
+            error = torch.minimum(by_norm, self.by_columns(v, u, seminorm))
             total = total + (error if put is None else error + self.gain(v, u, seminorm) * put)
         return total
 
-    def _by_columns(self, v: Node, u: Node) -> Tensor:
-        """Σ w_i |R_i| with the norms w of the columns of G(v → u), shape (N,): a bound on the deviation of u by R_v."""
-        if (v, u) not in self.summed:
-            weights = self.at.norms.columns[v, u].expand(len(self.zero), -1)
-            self.summed[v, u] = at_most(self.at.remainders[v].total(weights, self.rho[v]))
-        return self.summed[v, u]
+    def by_columns(self, v: Node, u: Node, seminorm: Seminorm) -> Tensor:
+        """Σ w_i |R_i| with the norms w of the columns of M G(v → u), shape (N,); ∞ where these are not known.
+
+        It bounds ‖M G R‖ = ‖Σ_i (column i) R_i‖ for the remainder R of v. For M = 1 it bounds every entry and block of
+        G R, too.
+        """
+        if seminorm.kind is SeminormKind.CURVATURE:
+            assert seminorm.of is not None
+            weights = self.curvature[seminorm.of][seminorm.form].columns.get(v)
+            return self.unknown if weights is None else self._total(v, weights)
+        if (v, u) in self.at.norms.columns and (v, u) not in self.summed:
+            self.summed[v, u] = self._total(v, self.at.norms.columns[v, u].expand(len(self.unknown), -1))
+        return self.summed.get((v, u), self.unknown)
+
+    def _total(self, v: Node, weights: Tensor) -> Tensor:
+        return at_most(self.at.remainders[v].total(weights, self.rho[v]))
 
     def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
         """The deviation of a value, including the error of the nominal value in float64; see :mod:`.rounding`."""
