@@ -49,6 +49,7 @@ from lipcert.bounds._remainder import (
     remainder_of,
 )
 from lipcert.bounds._rounding import Operand, local_error
+from lipcert.bounds._tokens import normalising_norm
 from lipcert.bounds._value import Value
 from lipcert.bounds.forms import canonical_forms
 from lipcert.numerics import Bound, Estimate, LayerBound

@@ -22,7 +22,7 @@ from torch import Tensor
 from lipcert.bounds._registry import Jacobian, NoAnswer, Schur, rule_for
 from lipcert.bounds._remainder import per_image, remainder_of
 from lipcert.graph import Node, map_nodes, run
-from lipcert.numerics import UNIT, computed_l2_norm, l2_norm, over
+from lipcert.numerics import UNIT, l2_norm
 
 Bounds = tuple[Tensor | float, Tensor | float]
 
@@ -80,34 +80,6 @@ def selecting(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
 def bilinear(gain: Tensor, terms: float) -> Bounds:
     """For a product of two values whose entries are sums of ``terms`` terms."""
     return gain, gamma(terms) * gain
-
-
-def normalising(tokens: Tensor, centred: bool, least: float, scale: float, weight: Tensor | None) -> Bounds:
-    """For normalisations of tokens, scale · weight ∘ c/s, with c the token, centred or not, and s² = ‖c‖² + least².
-
-    |J| is at most the sum of the absolute values of its terms, 3 max|weight| scale/s. The rounding errors of c and s
-    relative to s grow with the token's norm divided by s. They enter J twice as a factor, up to 8 in total.
-    """
-    length = l2_norm(tokens, -1)
-    centred_length = computed_l2_norm(tokens - tokens.mean(-1, keepdim=True), -1) if centred else length
-    # The norm of the exact centred token is at least this.
-    centred_length = (centred_length - gamma(4 * tokens.shape[-1]) * length).clamp_min(0)
-    short = over(1.0, torch.hypot(centred_length, torch.full_like(centred_length, least)))
-    largest = 1.0 if weight is None else weight.detach().abs().max().item()
-    # J is scale/s times weight ∘ (I − 11ᵀ/n − ccᵀ/s²): three terms of norm at most 1 each.
-    gain = 3 * scale * largest * per_image(short)
-    worse = gain * (1 + 8 * per_image((length * short).square() if centred else torch.ones_like(short)))
-    return gain.amax(1), gamma(8 * tokens.shape[-1]) * worse.amax(1)
-
-
-def normalising_norm(
-    tokens: Tensor, centred: bool, least: float, scale: float, weight: Tensor | None
-) -> Tensor | float:
-    """Arguments as for :func:`normalising`; J = (scale/s) diag(weight)(I − ccᵀ/s²)C, where the projection C centres.
-
-    ‖c‖ ≤ s, so ‖I − ccᵀ/s²‖ ≤ 1, and ‖J‖ ≤ max|weight| scale/s: a third of the bound on ‖|J|‖.
-    """
-    return normalising(tokens, centred, least, scale, weight)[0] * ((1 + 1e-12) / 3)
 
 
 def jacobian_of(node: Node) -> Jacobian | Schur | None:

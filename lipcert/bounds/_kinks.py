@@ -11,8 +11,6 @@ from torch import Tensor
 from lipcert.bounds._remainder import (
     ROUNDED,
     Against,
-    Contracted,
-    Radial,
     Remainder,
     each_entry,
     largest_share,
@@ -134,50 +132,3 @@ def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tenso
     best = torch.minimum(torch.minimum(value(low)[0], value(high)[0]), at_most(alone))
     best = times(times(best, scale), unit).where(rho.isfinite(), torch.full_like(rho, math.inf))
     return at_most(torch.minimum(best, reached) * (1 + ROUNDED))
-
-
-class RadialKink(Radial):
-    """weight ∘ gain · u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, which has a kink on the sphere.
-
-    J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside. Both are symmetric and between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always.
-    With k = |‖h‖ − R|, the first part of the segment h + sΔ, of length k, stays on one side. Inside, J does not change
-    on it. Outside, J changes by at most c ≤ (2/√3) R/max(‖h‖ − ρ, R)² per unit of length, as in :class:`Radial` with
-    1/‖h‖² in place of 1/(1 + ‖h‖²). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖ over the segment gives ‖R_t‖ ≤ ½ c ρ_t² +
-    (ρ_t − k)₊. The first part is summed over tokens as in :class:`Radial`, the second as in :class:`Kinked`.
-    """
-
-    contracts = False
-    has_kinks = True
-
-    def __init__(
-        self,
-        h: Tensor,
-        radius: float,
-        weight: Tensor | None,
-        axis: int,
-        gain: float = 1.0,
-        *,
-        centred: bool = False,
-    ):
-        super().__init__(h, radius, gain, weight, axis, centred=centred)
-        self.gain = gain
-        self.kink = (self.length - 1).abs() * radius
-
-    def uncertain(self, noise: Tensor) -> Tensor:
-        return Kinked(self.kink).uncertain(noise + self.lost)
-
-    def _curvature(self, rho: Tensor) -> Tensor:
-        low = (self.length - rho[:, None] / self.radius).clamp_min(1)
-        return torch.where(self.length >= 1, 2 / math.sqrt(3) / low**2, 0.0) * self.scale
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        largest = 1.0 if self.weight is None else self.weight.abs().max().item()
-        return super().norm(rho) + largest * self.gain * Kinked(self.kink).norm(rho)
-
-    def against(self, direction: Tensor) -> Against:
-        curved = super().against(direction)
-        kinked = Kinked(self.kink).against(l2_norm(self._against(direction), -1))
-        return lambda rho: curved(rho) + self.gain * kinked(rho)
-
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
-        return None  # the kink has no quadratic form

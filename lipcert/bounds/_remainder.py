@@ -2,7 +2,7 @@
 
 For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) − f(h) − J Δ with J the Jacobian of f at h.
 Linear operations have R = 0 and need no rule. :class:`Remainder` is the base class of all rules; :class:`Smooth`,
-:class:`Bilinear` and :class:`Radial` are bounds that several rules share, and those of :mod:`._kinks`.
+:class:`Bilinear` are bounds that several rules share, and those of :mod:`._kinks` and :mod:`._tokens`.
 
 The first axis of every tensor is the image: nominal values have shape (N, ...), every ρ and every answer has shape
 (N,). The bounds are sums and products of non-negative float64 numbers, so their rounding errors are relative and far
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lipcert.bounds._registry import RULES, NoAnswer, answer_of, check_entries, registered
 from lipcert.graph import Node
-from lipcert.numerics import UNIT, at_most, computed_l2_norm, l2_norm, times, unit_vectors
+from lipcert.numerics import at_most, l2_norm
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -347,117 +347,3 @@ class Bilinear(Remainder):
     def against(self, direction: Tensor) -> Against:
         size = l2_norm(per_image(direction), 1)
         return lambda rho: size * self.norm(rho)
-
-
-class Radial(Remainder):
-    """weight ∘ gain · u(h) with u(h) = h/√(1 + ‖h‖²/R²), on tokens h, centred or not: LayerNorm, SmoothProject.
-
-    √d h/√(‖h‖² + d·eps) has this form with R = √(d·eps) and gain √d/R.
-
-    Second derivative: let R = 1, n = ‖h‖, and let the unit vector v have the squared cosine a with h. Then D²u[v, v]
-    has norm n w³ √((1 + qa)² + 4a(1 − a)) with w² = 1/(1 + n²) and q = 3w² − 1. The quadratic in a is largest at
-    a = 1/(2 − q) if q ≤ 1, with the value 4/(2 − q), else at a = 1. So ‖D²u‖ = (2/√3)/(1 + n²) for n² ≥ ½ and
-    3n(1 + n²)^(−5/2) for n² ≤ ½. It increases up to n = ½, where it is below 0.858651, and decreases after that. For a
-    general R it is 1/R times its value at n = ‖h‖/R. The remainder of a token is at most ½ρ_t² times the largest value
-    on the segment, on which ‖h‖ changes by at most ρ. Centring does not enlarge a deviation.
-
-    Norm: Σ_t ‖R_t‖² ≤ (max_t ½c_t)² ρ⁴. Against g: Σ_t ‖g_t‖ ½c_t ρ_t² ≤ ½ max_t(‖g_t‖ c_t) ρ².
-
-    Contracted, second order: let R = 1, and let a = weight ∘ g_t, centred if tokens are, have the component α along
-    n̂ = h/‖h‖ and the component b ≥ 0 along a unit vector e orthogonal to n̂. The matrix of −⟨a, D²u⟩ is
-    w³(h aᵀ + a hᵀ) + w³αn I − 3w⁵αn hhᵀ. On the plane of n̂ and e it is ((3αn w⁵, w³nb), (w³nb, w³αn)); on the
-    orthogonal complement it is w³αn. Let λ be the larger eigenvalue of the 2 × 2 matrix, with the unit vector v, and
-    μ = max(w³αn, 0). The matrix is at most μI + max(λ − μ, 0)vvᵀ, because the smaller eigenvalue is at most each
-    diagonal entry, so at most μ. M is the square root of half of that.
-
-    Contracted, third order: u is the gradient of ψ = √(1 + ‖h‖²), so D³u is the symmetric form D⁴ψ, whose norm is that
-    of v ↦ D⁴ψ[v, v, v, v] (Banach, Studia Math. 7, 1938). On a line at distance √(c² − 1) from 0, at the position p,
-    ψ = √(c² + p²) has the fourth derivative 3c²(4p² − c²)/(c² + p²)^(7/2), with c² + p² = 1 + n². With c² = ξ(1 + n²)
-    that is 3ξ(4 − 5ξ)(1 + n²)^(−3/2), and |ξ(4 − 5ξ)| ≤ 1 for 0 ≤ ξ ≤ 1. So ‖D³u‖ ≤ 3(1 + n²)^(−3/2), and 1/R² times
-    that for a general R. By Taylor's theorem the rest of −⟨g, R⟩ is at most Σ_t ‖a_t‖ sup ‖D³u‖ ρ_t³/6. If the computed
-    h has an error η ≤ ρ, D²u has an error of at most sup ‖D³u‖ η.
-    """
-
-    contracts = True
-
-    def __init__(
-        self, h: Tensor, radius: float, gain: float, weight: Tensor | None, axis: int, *, centred: bool = False
-    ):
-        self.radius, self.scale, self.weight = radius, gain / radius, weight
-        self.axis, self.centred = axis, centred
-        rows = self.rows(h)
-        self.n = self._centre(rows) / radius
-        self.length = computed_l2_norm(self.n, -1)  # (N, tokens): n of every token
-        self.hidden = 4 * (rows.shape[-1] + 16) * UNIT  # the relative rounding error of a centred token
-        self.lost = self.hidden * l2_norm(rows, -1).amax(1)
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """(N, tokens, entries)."""
-        moved = tensor.movedim(self.axis, -1)
-        return moved.reshape(len(tensor), -1, moved.shape[-1])
-
-    def _centre(self, rows: Tensor) -> Tensor:
-        return rows - rows.mean(-1, keepdim=True) if self.centred else rows
-
-    def _curvature(self, rho: Tensor) -> Tensor:
-        low = (self.length - rho[:, None] / self.radius).clamp_min(0)
-        high = self.length + rho[:, None] / self.radius
-
-        def at(n: Tensor) -> Tensor:
-            return torch.where(n**2 >= 0.5, 2 / math.sqrt(3) / (1 + n**2), 3 * n * (1 + n**2) ** -2.5)
-
-        worst = torch.where(low >= 0.5, at(low), torch.where(high <= 0.5, at(high), 0.858651))
-        return worst * self.scale
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        largest = 1.0 if self.weight is None else self.weight.abs().max().item()
-        return largest * self._curvature(rho[0]).amax(1) / 2 * rho[0] ** 2
-
-    def against(self, direction: Tensor) -> Against:
-        size = l2_norm(self._against(direction), -1)
-        return lambda rho: (size * self._curvature(rho[0])).amax(1) / 2 * rho[0] ** 2
-
-    def _against(self, direction: Tensor) -> Tensor:
-        """weight ∘ g_t for every token, shape (N, tokens, entries)."""
-        rows = self.rows(direction)
-        return rows if self.weight is None else rows * self.weight.double()
-
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
-        whole = self._against(direction)
-        a, lost = self._centre(whole), self.hidden * l2_norm(whole, -1, keepdim=True)
-        slope = l2_norm(a, -1, keepdim=True) + lost
-        n, length = self.n, self.length[..., None]
-        w = (1 + length.square()).rsqrt()
-        unit = unit_vectors(n)
-        along = (a * unit).sum(-1, keepdim=True)
-        across = a - along * unit
-        aside = l2_norm(across, -1, keepdim=True)
-        first, mixed, other = 3 * along * length * w**5, w**3 * length * aside, along * length * w**3
-        half = (first - other) / 2
-        root = torch.hypot(half, mixed)
-        # The eigenvector of the larger eigenvalue, by a formula without cancellation.
-        ahead = torch.where(half >= 0, half + root, mixed)
-        beside = torch.where(half >= 0, mixed, root - half)
-        v = unit_vectors(ahead * unit + beside * unit_vectors(across))
-        base = other.clamp_min(0) + ROUNDED * slope * length * w**3 + lost  # ‖D²u‖ < 1
-        top = torch.maximum((first + other) / 2 + root, base) * (1 + ROUNDED)
-        base, top = ((self.scale / 2 * part).sqrt() for part in (base, top))
-
-        def apply(deviation: Tensor, base: Tensor, more: Tensor, v: Tensor) -> Tensor:
-            moved = self._centre(self.rows(deviation))
-            return base * moved + more * v * (v * moved).sum(-1, keepdim=True)
-
-        third = times(slope[..., 0], torch.full_like(slope[..., 0], 3 * self.scale / self.radius))
-
-        def bound(
-            rho: Sequence[Tensor], sizes: Sequence[Tensor], length: Tensor, third: Tensor, lost: Tensor
-        ) -> Tensor:
-            low = (length - rho[0][:, None] / self.radius).clamp_min(0)
-            # w³ρ² would underflow for R below 1e-50.
-            w = (1 + low.square()).rsqrt()
-            steepest = (third * w * (w * rho[0][:, None]).square()).amax(1)
-            return sizes[0].square() + steepest * (rho[0] / 6 + lost / 2)
-
-        norm = per_image(top).amax(1)
-        form = Form(apply, (base, top - base, v), norm, 2 * norm)
-        return Contracted((form,), bound, (self.length, third, self.lost))

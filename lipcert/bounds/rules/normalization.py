@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, scaled
-from lipcert.bounds._jacobian import Bounds, evenly, normalising, normalising_norm
-from lipcert.bounds._kinks import RadialKink
-from lipcert.bounds._registry import Call, NoAnswer, Schur, box, jacobian, rounding, rule
-from lipcert.bounds._remainder import Radial, remainder
+from lipcert.bounds._jacobian import evenly
+from lipcert.bounds._registry import Call, NoAnswer, Schur, box, rounding, rule
 from lipcert.bounds._rounding import Operand, size_and_cast
+from lipcert.bounds._tokens import Arrangement, Tokens, along, normalises, of_groups, over_last, tokens_of
 from lipcert.bounds._value import Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
 from lipcert.graph import Node
@@ -148,7 +146,7 @@ class Centred:
     @classmethod
     def without(cls, tokens: Tensor, rho: Tensor, most: Tensor) -> Centred:
         """Tokens that are not centred; arguments as for :meth:`of`."""
-        low, square = _length_bounds(tokens, most, rho, -1)
+        low, square = _length_bounds(tokens, most, rho)
         none = torch.zeros_like(low)
         return cls(most, none.expand_as(most), none, none, low, square.sqrt(), square)
 
@@ -204,10 +202,10 @@ def normalised_rounding(
     return fmt.safe(error, torch.maximum(most + centre + shift, (1 + scale) * (1 + factor)).expand_as(error))
 
 
-def _length_bounds(x: Tensor, most: Tensor, rho: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Lower bounds on the lengths of the vectors along an axis, and upper bounds on their squares; the axis is kept."""
-    nominal = l2_norm(x, axis, keepdim=True)
-    square = torch.minimum((nominal + rho).square(), sum_squares(most, axis, keepdim=True))
+def _length_bounds(x: Tensor, most: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower bounds on the lengths of the tokens, and upper bounds on their squares, shape (N, ..., 1)."""
+    nominal = l2_norm(x, -1, keepdim=True)
+    square = torch.minimum((nominal + rho).square(), sum_squares(most, -1, keepdim=True))
     return (nominal * (1 - 1e-9) - rho).clamp_min(0), square
 
 
@@ -222,24 +220,36 @@ def inverse_root_error(off: Tensor, fmt: Format) -> Tensor:
     return first + second + first * second
 
 
-def _standardized_rounding(
-    tokens: Tensor, rho: Tensor, most: Tensor, eps: float, affine: Sequence[tuple[Tensor, Tensor] | None], fmt: Format
-) -> Tensor:
+@rounding("layer_norm", "group_norm")
+def standardized_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`normalised_rounding` with 1/r² = ‖c‖²/d + eps for centred tokens c.
 
     The variance, whether by two passes, by updates (Welford), or as E[z²] − E[z]², has an error of at most
     2(γ_(4d + EXTRA) + γ_4) E[z²], where the first γ is that of the arithmetic inside an operation. Then
     :func:`inverse_root_error` applies.
     """
-    d = tokens.shape[-1]
-    centred = Centred.of(tokens, rho, most, 4 * d, fmt)
+    tokens, eps = tokens_of(node), float(arguments(node).get("eps", 1e-5))
+    rows, most, rho = arranged(tokens, operands[0])
+    d = rows.shape[-1]
+    centred = Centred.of(rows, rho, most, 4 * d, fmt)
     least = centred.low.square() / d + eps
     off = 2 * (fmt.sum_gamma(4 * d + EXTRA) + fmt.gamma(4)) * centred.square / d
     t = inverse_root_error((off + fmt.cast(eps).item() + 4 * (d + EXTRA) * fmt.smallest) / least + fmt.gamma(1), fmt)
     error = normalised_rounding(
-        most, centred.mean, centred.size, centred.away, least.rsqrt(), t, affine, fmt, math.sqrt(d)
+        most, centred.mean, centred.size, centred.away, least.rsqrt(), t, affine(tokens, fmt), fmt, math.sqrt(d)
     )
-    return fmt.safe(error, centred.square.expand_as(error))
+    return tokens.back(fmt.safe(error, centred.square.expand_as(error)))
+
+
+def arranged(tokens: Tokens, x: Operand) -> tuple[Tensor, Tensor, Tensor]:
+    """Nominal tokens, bounds on their deployed entries, and on the distance between the two."""
+    rows = tokens.rows(x.nominal)
+    return rows, tokens.rows(x.most), x.rho.reshape(-1, *[1] * (rows.dim() - 1))
+
+
+def affine(tokens: Tokens, fmt: Format) -> list[tuple[Tensor, Tensor] | None]:
+    """Weight and bias as absolute values with errors."""
+    return [size_and_cast(part, fmt, tokens.arranged) for part in (tokens.weight, tokens.bias)]
 
 
 @rule("layer_norm")
@@ -257,33 +267,22 @@ def layer_norm(
     return _affine(base, weight, bias, -dims, dims)
 
 
-@remainder("layer_norm")
-class LayerNorm(Radial):
-    """The case R = √(d·eps), gain √d/R of :class:`Radial`."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        args = arguments(node)
-        if len(args["normalized_shape"]) != 1:
-            raise NoAnswer("several normalised dimensions")
-        size, eps = args["normalized_shape"][0], args.get("eps", 1e-5)
-        if not eps > 0:
-            raise NoAnswer("eps = 0")
-        h = operands[0]
-        radius = math.sqrt(size * eps)
-        super().__init__(h, radius, math.sqrt(size) / radius, args.get("weight"), -1, centred=True)
+@normalises("layer_norm")
+def layer_norm_tokens(node: Node) -> Tokens:
+    """Tokens over the normalised axes."""
+    return _standardising(node, over_last(node.shape, len(arguments(node)["normalized_shape"])), 1e-5)
 
 
-@rounding("layer_norm")
-def layer_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """:func:`_standardized_rounding` over the normalised axes."""
+def _standardising(node: Node, arrangement: Arrangement, default: float) -> Tokens:
+    """√n c/√(‖c‖² + n·eps) for the tokens of an arrangement."""
     args = arguments(node)
-    dims = len(args["normalized_shape"])
-    x = operands[0]
-    tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
-    rho = x.rho.reshape(-1, *[1] * (tokens.dim() - 1))
-    affine = [size_and_cast(args.get(name), fmt, torch.flatten) for name in ("weight", "bias")]
-    eps = float(args.get("eps", 1e-5))
-    return _standardized_rounding(tokens, rho, most, eps, affine, fmt).reshape(x.nominal.shape)
+    eps = args.get("eps")
+    eps = default if eps is None else float(eps)
+    if not eps >= 0:
+        raise NoAnswer(f"eps = {eps:g}")
+    n = arrangement[0](torch.empty(1, *node.shape, device="meta")).shape[-1]
+    weight, bias = args.get("weight"), args.get("bias")
+    return Tokens(*arrangement, node.op != "rms_norm", math.sqrt(n * eps), math.sqrt(n), weight, bias)
 
 
 @rule("rms_norm")
@@ -297,21 +296,10 @@ def rms_norm(
     return _affine(base, weight, None, -dims, dims)
 
 
-@remainder("rms_norm")
-class RootMeanSquare(Radial):
-    """√d h/√(‖h‖² + d·eps): LayerNorm without centring; see :class:`Radial`."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        args = arguments(node)
-        if len(args["normalized_shape"]) != 1:
-            raise NoAnswer("several normalised dimensions")
-        size, eps = args["normalized_shape"][0], args.get("eps")
-        if eps is None:
-            eps = torch.finfo(operands[0].dtype).eps
-        if not eps > 0:
-            raise NoAnswer("eps = 0")
-        radius = math.sqrt(size * eps)
-        super().__init__(operands[0], radius, math.sqrt(size) / radius, args.get("weight"), -1)
+@normalises("rms_norm")
+def rms_norm_tokens(node: Node) -> Tokens:
+    """Tokens over the normalised axes, not centred; without eps torch uses the machine epsilon."""
+    return _standardising(node, over_last(node.shape, len(arguments(node)["normalized_shape"])), 2.0**-52)
 
 
 @rounding("rms_norm")
@@ -320,20 +308,18 @@ def rms_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
 
     A mean of squares has a relative error of γ, because its terms have one sign.
     """
-    args = arguments(node)
-    if args.get("eps") is None:
+    tokens, eps = tokens_of(node), arguments(node).get("eps")
+    if eps is None:
         raise NoAnswer("an eps that depends on the format")
-    dims, eps = len(args["normalized_shape"]), float(args["eps"])
-    x = operands[0]
-    tokens, most = x.nominal.flatten(-dims), x.most.flatten(-dims)
-    d = tokens.shape[-1]
-    low, square = _length_bounds(tokens, most, x.rho.reshape(-1, *[1] * (tokens.dim() - 1)), -1)
+    rows, most, rho = arranged(tokens, operands[0])
+    d = rows.shape[-1]
+    low, square = _length_bounds(rows, most, rho)
     least = low.square() / d + eps
     underflow = fmt.cast(eps).item() + 4 * (d + EXTRA) * fmt.smallest
     t = inverse_root_error(fmt.sum_gamma(d + EXTRA) + fmt.gamma(4) + underflow / least, fmt)
-    affine, none = (size_and_cast(args.get("weight"), fmt, torch.flatten), None), torch.zeros_like(least)
-    error = normalised_rounding(most, none, most, none, least.rsqrt(), t, affine, fmt, math.sqrt(d))
-    return fmt.safe(error, square.expand_as(error)).reshape(x.nominal.shape)
+    none = torch.zeros_like(least)
+    error = normalised_rounding(most, none, most, none, least.rsqrt(), t, affine(tokens, fmt), fmt, math.sqrt(d))
+    return tokens.back(fmt.safe(error, square.expand_as(error)))
 
 
 @rule("group_norm")
@@ -345,85 +331,10 @@ def group_norm(
     return _affine(base, weight, bias, 1)
 
 
-class ByGroup:
-    """Makes :class:`Radial` use groups of channels with all positions as tokens, and a weight per channel."""
-
-    groups: int
-    weight: Tensor | None
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """(N, batch, channels, ...) as (N, batch · groups, entries)."""
-        return tensor.reshape(len(tensor), tensor.shape[1] * self.groups, -1)
-
-    def _against(self, direction: Tensor) -> Tensor:
-        if self.weight is not None:
-            direction = direction * self.weight.double().reshape(-1, *[1] * (direction.dim() - 3))
-        return self.rows(direction)
-
-
-@remainder("group_norm")
-class GroupNorm(ByGroup, Radial):
-    """LayerNorm of every group; see :class:`Radial`."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        args = arguments(node)
-        self.groups = args["num_groups"]
-        eps = args.get("eps", 1e-5)
-        if not eps > 0:
-            raise NoAnswer("eps = 0")
-        size = math.prod(operands[0].shape[2:]) // self.groups
-        radius = math.sqrt(size * eps)
-        super().__init__(operands[0], radius, math.sqrt(size) / radius, args.get("weight"), 2, centred=True)
-
-
-def _tokens(node: Node, values: Mapping[Node, Tensor]) -> tuple[Tensor, bool, float, float, Tensor | None]:
-    """How LayerNorm, RMSNorm and GroupNorm normalise, as the arguments of :func:`normalising`.
-
-    A token c of n entries is multiplied by √n and divided by the length of (c, √(n eps)). GroupNorm does that to each
-    group.
-    """
-    args, x = arguments(node), values[node.operands[0]]
-    centred = node.op != "rms_norm"
-    if node.op == "group_norm":
-        tokens = x.reshape(*x.shape[:2], args["num_groups"], -1)
-    else:
-        tokens = x.flatten(-len(args["normalized_shape"]))
-    eps = args.get("eps", 1e-5 if centred else None)
-    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-    count = tokens.shape[-1]
-    return tokens, centred, math.sqrt(count * eps), math.sqrt(count), args.get("weight")
-
-
-def layer_norm_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor | float:
-    """:func:`normalising_norm` of its tokens."""
-    return normalising_norm(*_tokens(node, values))
-
-
-@jacobian("layer_norm", "rms_norm", "group_norm", norm=layer_norm_norm)
-def layer_norm_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """:func:`normalising` its tokens."""
-    return normalising(*_tokens(node, values))
-
-
-@rounding("group_norm")
-def group_norm_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """:func:`_standardized_rounding` over the channels of a group and all positions."""
-    args = arguments(node)
-    x = operands[0]
-    grouped = (*x.nominal.shape[:2], args["num_groups"], -1)
-    tokens, most = x.nominal.reshape(grouped), x.most.reshape(grouped)
-    affine = [
-        size_and_cast(args.get(name), fmt, partial(by_group, node.shape, grouped[2])) for name in ("weight", "bias")
-    ]
-    eps = float(args.get("eps", 1e-5))
-    rho = x.rho.reshape(-1, 1, 1, 1)
-    return _standardized_rounding(tokens, rho, most, eps, affine, fmt).reshape(x.nominal.shape)
-
-
-def by_group(shape: tuple[int, ...], groups: int, constant: Tensor) -> Tensor:
-    """Constants of channels once for each position, with groups of channels as tokens."""
-    channels = constant.reshape(1, -1, *[1] * (len(shape) - 2))
-    return channels.expand(1, *shape[1:]).reshape(groups, -1)
+@normalises("group_norm")
+def group_norm_tokens(node: Node) -> Tokens:
+    """Groups of channels with all positions."""
+    return _standardising(node, of_groups(node.shape, arguments(node)["num_groups"]), 1e-5)
 
 
 @rule("normalize")
@@ -438,28 +349,14 @@ def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1
     return Value(call.shape, x.lip * (Upper(1) / eps), rows=(dim, 1))
 
 
-@remainder("normalize")
-class Normalized(RadialKink):
-    """h/max(‖h‖, eps) is 1/eps times the projection onto the ball of radius eps; see :class:`RadialKink`."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        args = arguments(node)
-        dim, eps = args.get("dim", 1), args.get("eps", 1e-12)
-        if args.get("p", 2.0) != 2.0 or not isinstance(dim, int) or not eps > 0:
-            raise NoAnswer("p is not 2, several dimensions, or eps = 0")
-        axis = dim % len(node.shape) + 1
-        super().__init__(operands[0], eps, None, axis, gain=1 / eps)
-
-
-@jacobian("normalize")
-def normalize_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """Tokens along one axis, divided by their length."""
+@normalises("normalize", kink=True)
+def normalize_tokens(node: Node) -> Tokens:
+    """Vectors along one axis."""
     args = arguments(node)
-    axis = args.get("dim", 1)
-    if not isinstance(axis, int) or args.get("p", 2.0) != 2:
+    dim, eps = args.get("dim", 1), float(args.get("eps", 1e-12))
+    if args.get("p", 2.0) != 2.0 or not isinstance(dim, int):
         raise NoAnswer("another norm than that along one axis")
-    tokens = values[node.operands[0]].movedim(axis + 1 if axis >= 0 else axis, -1)
-    return normalising(tokens, False, float(args.get("eps", 1e-12)), 1.0, None)
+    return Tokens(*along(dim % len(node.shape) + 1), False, eps, 1.0)
 
 
 @rounding("normalize")
@@ -469,18 +366,16 @@ def normalize_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> 
     The root of n² + a differs from n by at most min(√a, a/n). The error γ of the sum, which the root halves, and the
     error of the root are relative to n.
     """
-    args = arguments(node)
-    eps = float(args.get("eps", 1e-12))
-    if args.get("p", 2.0) != 2.0 or not isinstance(args.get("dim", 1), int):
-        raise NoAnswer("another norm than that along one axis")
-    x = operands[0]
-    axis = args.get("dim", 1) % len(node.shape) + 1
-    low, square = _length_bounds(x.nominal, x.most, x.over(x.rho), axis)
+    tokens = tokens_of(node)
+    eps = tokens.radius
+    rows, most, rho = arranged(tokens, operands[0])
+    low, square = _length_bounds(rows, most, rho)
     least = low.clamp_min(eps)
-    count = x.nominal.shape[axis] + EXTRA
+    count = rows.shape[-1] + EXTRA
     underflow = 4 * count * fmt.smallest
     lost = torch.minimum(torch.full_like(low, math.sqrt(underflow)), underflow / low) + fmt.cast(eps).item()
     off = fmt.sum_gamma(count) + fmt.library + fmt.gamma(2) + 2 * lost / least
     t = torch.where(off < 0.5, off / (1 - off), math.inf)
-    size = torch.minimum(x.most / least, torch.ones_like(least))
-    return fmt.safe(size * t + fmt.rounded(size * (1 + t), 2), torch.maximum(square.expand(size.shape), 1 / least))
+    size = torch.minimum(most / least, torch.ones_like(least))
+    error = size * t + fmt.rounded(size * (1 + t), 2)
+    return tokens.back(fmt.safe(error, torch.maximum(square.expand(size.shape), 1 / least)))

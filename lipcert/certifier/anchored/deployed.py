@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds import per_image
-from lipcert.bounds.rules.normalization import layer_norm_norm
+from lipcert.bounds import normalising_norm, per_image
 from lipcert.certifier.anchored.gradients import margin_gradients
 from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
 from lipcert.certifier.anchored.network import Network, Stage, an_image, prepared, whole_modules
@@ -256,7 +255,7 @@ class _Measuring(Rounding):
         gains: dict[Node, Any] = dict(self.ranges.of(node))
         if node.op == "layer_norm":
             (x,) = gains
-            gains[x] = torch.minimum(layer_norm_norm(node, 0, self.at.values) + self.zero, self.zero + gains[x])
+            gains[x] = torch.minimum(normalising_norm(node, 0, self.at.values) + self.zero, self.zero + gains[x])
         if node.op == "matmul" and len(gains) == 2:
             batch = math.prod(node.shape[:-2])
             x, y = gains
