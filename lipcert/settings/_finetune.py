@@ -5,37 +5,49 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple
 
 from lipcert.errors import InputError
 from lipcert.settings._certify import AUTO, EPS, parse_eps
 from lipcert.settings._fields import documented, one_of, option, plain
 
-Loss = Literal["adversarial", "ce", "cut", "emma", "gloro", "trades", "fixed", "lmt", "local-b", "local-g", "noise"]
 Amp = Literal["bfloat16"]
 MaxNorm = float | Mapping[str, float]
 OPTIMIZERS = ("adamw", "adam", "muon", "nadam")
 SCHEDULES = ("cosine", "multistep", "exponential")
 VECTORS = ("saved", "random")
-LOSSES: tuple[Loss, ...] = get_args(Loss)
+
+
+class LossFacts(NamedTuple):
+    """What a loss is for, the bound in it ("pairs" of classes, "constant", "cut", "local"), and its default ramp."""
+
+    method: str
+    bound: str = ""
+    ramp: tuple[float, float, float] = (0.0, 1.0, 1 / 3)
+
+
+# ``lipcert.training`` computes them.
+LOSSES = {
+    "adversarial": LossFacts("for method anchored"),
+    "cut": LossFacts("for anchored after a Lipschitz prefix", "cut", (0.1, 2.0, 0.5)),
+    "emma": LossFacts("for gloro", "pairs", (0.1, 2.0, 0.5)),
+    "gloro": LossFacts("for gloro", "pairs"),
+    "trades": LossFacts("for gloro", "pairs"),
+    "fixed": LossFacts("for gloro", "pairs"),
+    "lmt": LossFacts("for global", "constant"),
+    "local-b": LossFacts("for local", "local", (0.0, 1.1, 0.5)),
+    "local-g": LossFacts("for local", "local", (0.0, 1.1, 0.5)),
+    "noise": LossFacts("for smoothing"),
+    "ce": LossFacts("cross-entropy"),
+}
 # Losses with the global bound.
-GLOBAL: tuple[Loss, ...] = ("emma", "gloro", "trades", "fixed", "lmt")
-# Losses with local bounds.
-LOCAL: tuple[Loss, ...] = ("local-b", "local-g")
+GLOBAL = tuple(name for name, facts in LOSSES.items() if facts.bound in ("pairs", "constant"))
 
 _LARGEST = 1e30
 _MILESTONES = (0.5, 0.6, 0.7, 0.8)  # Gupta and Verma 2023 (arXiv 2302.10287), table 9
 _STEP_DOWN = 0.2
 # The last learning rate over the largest one; that of exponential is from 1e-3 to 1e-6 in Huang et al. 2021, table 3.
 _LAST = {"cosine": 1e-4, "exponential": 1e-3}
-# Default schedules of ε, see FinetuneSettings.ramp.
-_RAMPS: dict[str, tuple[float, float, float]] = {
-    "cut": (0.1, 2.0, 0.5),
-    "emma": (0.1, 2.0, 0.5),
-    "local-b": (0.0, 1.1, 0.5),
-    "local-g": (0.0, 1.1, 0.5),
-}
-_RAMP = (0.0, 1.0, 1 / 3)
 _LOSS = "Options of the loss"
 _UPDATES = "Options of the updates"
 
@@ -59,12 +71,14 @@ class FinetuneSettings:
         InputError: a value is not valid.
     """
 
-    loss: Loss = option(
-        "adversarial: for method anchored; cut: for anchored after a Lipschitz prefix; emma, "
-        "gloro, trades, fixed: for gloro; lmt: for global; local-b, local-g: for local; noise: for smoothing; ce: "
-        "cross-entropy.",
-        LOSSES[0],
-        choices=LOSSES,
+    loss: str = option(
+        "; ".join(
+            f"{', '.join(name for name in LOSSES if LOSSES[name].method == method)}: {method}"
+            for method in dict.fromkeys(facts.method for facts in LOSSES.values())
+        )
+        + ".",
+        "adversarial",
+        choices=tuple(LOSSES),
     )
     eps: float = option(EPS, 36 / 255, given="36/255")
     epochs: int = option("Number of passes over the images.", 10, int)
@@ -166,7 +180,7 @@ class FinetuneSettings:
             value = getattr(self, name)
             if isinstance(value, (str, list)):
                 object.__setattr__(self, name, read(value))
-        one_of("loss", self.loss, LOSSES)
+        one_of("loss", self.loss, tuple(LOSSES))
         for name in ("epochs", "accumulate", "power_iterations"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -182,7 +196,7 @@ class FinetuneSettings:
             raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {self.ema}")
         if self.amp not in (None, "bfloat16"):
             raise InputError(f"amp is bfloat16 or left out, got {self.amp!r}")
-        if self.loss in LOCAL and (self.amp is not None or self.temperature != 1.0):
+        if LOSSES[self.loss].bound == "local" and (self.amp is not None or self.temperature != 1.0):
             raise InputError(f"the loss {self.loss} propagates boxes: leave amp and temperature out")
 
     def described(self) -> dict[str, Any]:
@@ -192,12 +206,12 @@ class FinetuneSettings:
 
     def eps_at(self, done: float) -> float:
         """ε at the fraction ``done`` of the run (Huang et al. 2021, equation 28)."""
-        first, last, share = self.ramp or _RAMPS.get(self.loss, _RAMP)
+        first, last, share = self.ramp or LOSSES[self.loss].ramp
         return self.eps * (first + (last - first) * (min(done / share, 1.0) if share else 1.0))
 
     def mixture_at(self, done: float) -> float:
         """λ of the losses with local bounds, which rises from 0 to 1 with ε (Huang et al. 2021, equation 29)."""
-        share = (self.ramp or _RAMPS.get(self.loss, _RAMP))[2]
+        share = (self.ramp or LOSSES[self.loss].ramp)[2]
         return min(done / share, 1.0) if share else 1.0
 
     def lr_at(self, done: float) -> float:

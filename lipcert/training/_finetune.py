@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -31,24 +30,14 @@ from lipcert.inputs.classes import names_of
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model, check_eps, checked, outside_inference_mode
-from lipcert.settings import GLOBAL, LOCAL, FinetuneSettings, takes
+from lipcert.settings import LOSSES, FinetuneSettings, takes
 from lipcert.surgery import Orthogonal
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
 from lipcert.training._epoch import Epoch
 from lipcert.training._head import classifier, fit_head
-from lipcert.training._local import LocalBound, local_loss
-from lipcert.training._losses import (
-    adversarial_loss,
-    cut_loss,
-    emma_loss,
-    fixed_loss,
-    gloro_loss,
-    noise_loss,
-    teacher_loss,
-    trades_loss,
-    twice_differentiable,
-)
+from lipcert.training._local import LocalBound
+from lipcert.training._losses import BY_NAME, teacher_loss, twice_differentiable
 from lipcert.training._matrices import NormHold, held_at, matrices
 from lipcert.training._muon import Muon
 from lipcert.training._recipe import settings_for
@@ -79,18 +68,10 @@ def finetune(
     """Trains a model, in place, for larger certified radii.
 
     The learning rate follows a schedule after a short warm-up. The network stays in evaluation mode: dropout is off and
-    the statistics of batch normalisation are fixed, so the trained function is the certified one. The losses are:
-
-    * ``"adversarial"``: :func:`lipcert.training.adversarial_loss`, for the anchored certificate.
-    * ``"cut"``: :func:`lipcert.training.cut_loss`, for the anchored certificate of networks with kinks in all but the
-      last layers, such as LiResNet with ``beta``.
-    * ``"ce"``: cross-entropy, which does not use ε.
-    * ``"noise"``: :func:`lipcert.training.noise_loss`, for certificates of the smoothed classifier; it does not use ε.
-    * ``"emma"``: :func:`lipcert.training.emma_loss`, ``"gloro"``: :func:`lipcert.training.gloro_loss`, ``"trades"``:
-      :func:`lipcert.training.trades_loss`, ``"fixed"``: :func:`lipcert.training.fixed_loss`, all for the GloRo
-      certificate, and ``"lmt"``, which is ``"fixed"`` for the global certificate.
-    * ``"local-b"``, ``"local-g"``: :func:`lipcert.training.local_loss`, for the local certificate of networks with
-      ReLU, clipped ReLU or MaxMin.
+    the statistics of batch normalisation are fixed, so the trained function is the certified one. The losses are those
+    of :mod:`lipcert.training`: :func:`lipcert.training.adversarial_loss` for ``"adversarial"`` and so on. ``"lmt"`` is
+    ``"fixed"`` with one constant, ``"local-b"`` and ``"local-g"`` are :func:`lipcert.training.local_loss`, ``"ce"`` is
+    the cross-entropy; it and ``"noise"`` do not use ε.
 
     The losses for GloRo and the global certificate use :class:`lipcert.training.TrainingBound`, an estimate with the
     current weights. After each epoch the bound is certified.
@@ -291,11 +272,12 @@ class _Run:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self._optimizer()
         self.average = None if asked.ema is None else ModelEmaV3(model, decay=asked.ema, use_warmup=True)
-        self.cut = _cut(model) if asked.loss == "cut" else None
-        used = asked.loss in GLOBAL or self.cut is not None
-        steps = asked.power_iterations
-        self.bound = TrainingBound(model, asked.loss != "lmt", self.cut, steps) if used else None
-        self.local = LocalBound(model, steps, random=asked.vectors == "random") if asked.loss in LOCAL else None
+        kind, steps = LOSSES[asked.loss].bound, asked.power_iterations
+        cut = _cut(model) if kind == "cut" else None
+        self.cut = None if cut is None else model.net.get_submodule(cut)
+        used = kind in ("pairs", "constant", "cut")
+        self.bound = TrainingBound(model, kind != "constant", cut, steps) if used else None
+        self.local = LocalBound(model, steps, random=asked.vectors == "random") if kind == "local" else None
         self.mixture = 0.0
         lengths = processes.gather(_length(loader))
         self.batches = None if None in lengths else max(lengths)
@@ -404,7 +386,7 @@ class _Run:
         if auto and self.margin is None:
             with torch.no_grad():
                 self._measure(self.logits(images))
-        loss, logits = self._forward(images, labels, eps)
+        loss, logits = BY_NAME[self.asked.loss](self, images, labels, eps)
         if auto:
             self._measure(logits)
         if self.teacher is not None:
@@ -455,39 +437,17 @@ class _Run:
         if self.average is not None:
             self.average.update(self.model, step=self.updates)
 
-    def _forward(self, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self.cut is not None and self.bound is not None:
-            module = self.model.net.get_submodule(self.cut)
-            constant = self.bound.features
-            return cut_loss(self.logits, module, images, labels, constant, eps, self.temperature)
-        if self.asked.loss == "adversarial":
-            return adversarial_loss(self.logits, images, labels, eps, self.temperature)
-        if self.local is not None:
-            weights = {"sparsity": self.asked.sparsity, "upper_weight": self.asked.upper_weight}
-            bottom = self.asked.loss == "local-g"
-            return local_loss(self.local, images, labels, eps, self.mixture, bottom=bottom, **weights)
-        if self.asked.loss == "noise":
-            sigma, weight = cast(float, self.asked.sigma), self.asked.consistency
-            return noise_loss(partial(self._logits_of, self.smoothed), images, labels, sigma, weight, self.temperature)
-        logits = self.logits(images)
-        scaled = logits / self.temperature
-        if self.bound is None:
-            return F.cross_entropy(scaled, labels), logits
-        of = logits.argmax(1) if self.asked.loss in ("gloro", "trades") else labels
-        constants = self.bound.margins(of, self.classes).to(scaled.dtype) / self.temperature  # f/T has constants K/T
-        losses: dict[str, Callable[..., Tensor]] = {
-            "emma": emma_loss, "gloro": gloro_loss, "fixed": fixed_loss, "lmt": fixed_loss,
-            "trades": partial(trades_loss, weight=self.asked.weight),
-        }  # fmt: skip
-        return losses[self.asked.loss](scaled, labels, constants, eps), logits
-
     def logits(self, images: Tensor) -> Tensor:
         """The logits of images, shape (N, classes)."""
         return self._logits_of(self.model, images)
 
+    def denoised(self, images: Tensor) -> Tensor:
+        """The logits of images behind the denoiser, if there is one."""
+        return self._logits_of(self.smoothed, images)
+
     def noisy(self, images: Tensor) -> Tensor:
-        """The logits of images with noise, behind the denoiser if there is one."""
-        return self._logits_of(self.smoothed, images + cast(float, self.asked.sigma) * torch.randn_like(images))
+        """The same of images with noise."""
+        return self.denoised(images + cast(float, self.asked.sigma) * torch.randn_like(images))
 
     def _logits_of(self, model: Model, images: Tensor) -> Tensor:
         if self.asked.channels_last:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipcert.errors import InputError
+from lipcert.training._local import local_loss
 
 
 def twice_differentiable() -> contextlib.AbstractContextManager[None]:
@@ -221,3 +223,46 @@ def trades_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float, w
     clean = logits.logsumexp(1)
     divergence = torch.logaddexp(clean, bottom(logits, constants, eps)) - clean
     return F.cross_entropy(logits, labels) + weight * divergence.mean()
+
+
+def _by_bound(loss: Callable[..., Tensor], of_predicted: bool = False) -> Loss:
+    """A loss of the logits and the constants of pairs of classes, which for f/T are K/T."""
+
+    def of_batch(run: Any, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        logits = run.logits(images)
+        classes = logits.argmax(1) if of_predicted else labels
+        constants = run.bound.margins(classes, logits.shape[1]).to(logits.dtype) / run.temperature
+        more = {"weight": run.asked.weight} if loss is trades_loss else {}
+        return loss(logits / run.temperature, labels, constants, eps, **more), logits
+
+    return of_batch
+
+
+def _local(run: Any, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    asked = run.asked
+    weights = {"sparsity": asked.sparsity, "upper_weight": asked.upper_weight}
+    return local_loss(run.local, images, labels, eps, run.mixture, bottom=asked.loss == "local-g", **weights)
+
+
+def _cross_entropy(run: Any, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    logits = run.logits(images)
+    return F.cross_entropy(logits / run.temperature, labels), logits
+
+
+# By the names in ``lipcert.settings.LOSSES``: the loss of a batch, and the logits of its images, in a training run.
+Loss = Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+BY_NAME: dict[str, Loss] = {
+    "adversarial": lambda run, x, y, eps: adversarial_loss(run.logits, x, y, eps, run.temperature),
+    "cut": lambda run, x, y, eps: cut_loss(run.logits, run.cut, x, y, run.bound.features, eps, run.temperature),
+    "emma": _by_bound(emma_loss),
+    "gloro": _by_bound(gloro_loss, of_predicted=True),
+    "trades": _by_bound(trades_loss, of_predicted=True),
+    "fixed": _by_bound(fixed_loss),
+    "lmt": _by_bound(fixed_loss),
+    "local-b": _local,
+    "local-g": _local,
+    "noise": lambda run, x, y, eps: noise_loss(
+        run.denoised, x, y, run.asked.sigma, run.asked.consistency, run.temperature
+    ),
+    "ce": _cross_entropy,
+}
