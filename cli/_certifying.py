@@ -391,7 +391,7 @@ def _show_network(model: Model, settings: CertifySettings) -> None:
 
 
 def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
-    """Prints, seconds after the start, what can be hoped for: accuracy, first-order limits and a short attack."""
+    """Prints, seconds after the start, what can be hoped for: accuracy and first-order limits."""
     _show_network(model, settings)
     with busy("first images"):
         first = triage(model, images, settings.eps)
@@ -402,7 +402,7 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     limits = f"first-order limits {low} to {high}, {first.reachable} above {settings.eps_typed}"
     limits = limits if low != "none" else "no gradient, so no first-order limit"
     images_seen = "first image" if first.images == 1 else f"first {first.images} images"
-    say(f"{images_seen}: {correct}{limits}; PGD ({first.steps} steps) breaks {first.broken}")
+    say(f"{images_seen}: {correct}{limits}")
 
 
 def _seconds_a_draw(model: Model) -> float:

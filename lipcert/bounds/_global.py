@@ -213,7 +213,8 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     """
     batch = torch.cat(examples(images))
     with torch.no_grad(), without_fused_kernels():  # as in the looks
-        looks = examine(model, images) if batch.dtype != torch.float64 and not getattr(model, "real", False) else []
+        real = getattr(model, "real", False) is True
+        looks = examine(model, images, real) if real or batch.dtype != torch.float64 else []
         if looks and torch.equal(looks[0].image, images):  # the capture ran these images, and in the same arithmetic
             alone = torch.cat([look.result for look in looks])
         else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
 from lipcert.bounds import Bound, Progress, analyze, check_batch, margins, radii
+from lipcert.certifier._global import Global
 from lipcert.certifier._method import NEGLIGIBLE, Subject, forward_pass
 from lipcert.certifier._nominal import ENTRIES_AT_ONCE, NominalMargins
 from lipcert.certifier._staged import budgets, prepare, run
@@ -175,8 +176,8 @@ class Certifier:
 
     @property
     def costly(self) -> bool:
-        """Whether there is a method that takes more than a forward pass."""
-        return any(method.work > 0 for method in self.methods.values())
+        """Whether there is a method that takes more than a forward pass and the global bound."""
+        return any(not isinstance(method, Global) for method in self.methods.values())
 
     @property
     def bound(self) -> Bound:
@@ -246,12 +247,7 @@ class Certifier:
         least = radii(computed, self.subject.margins.of(predicted))
         hopes = self._hopes(images, predicted, broken, least)
         # Where only a negligible radius is left, what rounding takes is not examined, and the radius is 0.
-        examined = torch.ones_like(broken)
-        if self.method == STAGED:
-            open_to_more = ~hopes.ruled_out & (
-                len(self.methods) > sum(m.facts.deterministic for m in self.methods.values())
-            )
-            examined = open_to_more | (least > NEGLIGIBLE * self.eps)
+        examined = (least > NEGLIGIBLE * self.eps) | (~hopes.ruled_out & self.costly)
         reduced, proved = torch.zeros_like(computed), torch.ones_like(broken)
         reduced[examined], proved[examined] = self.nominal.sound(
             images[examined.to(images.device)], predicted[examined], computed[examined]
@@ -303,8 +299,11 @@ class Certifier:
         return alone
 
     def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
-        """What staged certification can hope for at these images; other methods apply to all of them."""
-        if self.method != STAGED or self.subject.settings.at is not None or not len(images):
+        """What staged certification can hope for at these images; other methods apply to all of them.
+
+        Where the global bound alone decides, nothing is left to hope for.
+        """
+        if self.method != STAGED or not self.costly or self.subject.settings.at is not None or not len(images):
             return Hopes(None, torch.zeros_like(broken))
         with torch.enable_grad():
             limit = first_order_limit(self.model, images, predicted)

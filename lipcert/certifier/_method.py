@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lipcert import roundoff
 from lipcert.bounds import Analysis, MarginBounds
+from lipcert.certifier._triage import too_loose
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
 from lipcert.settings import FACTS, CertifySettings, MethodFacts
@@ -55,6 +56,11 @@ class Subject:
     def margins(self) -> MarginBounds:
         """Lipschitz constants of the margins, with the rows of the head."""
         return MarginBounds(self.analysis)
+
+    @cached_property
+    def too_loose(self) -> str:
+        """Why experience says that only the global bound is worth computing; empty if it does not say so."""
+        return too_loose(self.model, self.analysis.bound().log10, self.settings.eps)
 
     @property
     def operations(self) -> int:

@@ -20,7 +20,6 @@ from lipcert.certifier._local import LocalMethod
 from lipcert.certifier._lofast import LoFASTMethod
 from lipcert.certifier._lofast_paper import LoFASTPaper
 from lipcert.certifier._method import Method, Subject, duration
-from lipcert.certifier._triage import too_loose
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Budget, Ledger
 from lipcert.settings import FACTS, STAGED
@@ -69,8 +68,8 @@ def prepare(subject: Subject) -> Methods:
             methods.prepared[name] = kind(subject, budget)
         elif not kind.adds(subject):
             continue
-        elif reason := _hopeless(name, subject):
-            methods.skipped[name] = reason
+        elif settings.at is None and not FACTS[name].deterministic and subject.too_loose:
+            methods.skipped[name] = subject.too_loose
             continue
         else:
             try:
@@ -90,13 +89,6 @@ def prepare(subject: Subject) -> Methods:
     if not methods.prepared:
         raise InputError(f"no method suits this model: {'; '.join(methods.skipped.values())}")
     return methods
-
-
-def _hopeless(name: str, subject: Subject) -> str:
-    """Why staged certification leaves a method out before it is prepared; empty if it does not."""
-    if FACTS[name].deterministic or subject.settings.at is not None:
-        return ""
-    return too_loose(subject.model, subject.analysis.bound().log10, subject.settings.eps)
 
 
 @dataclass

@@ -290,8 +290,8 @@ class Evaluated:
     Attributes:
         values: of every node with one result, each of shape (N, *node.shape).
         errors: bounds on ‖ĥ − h‖ of every value, each of shape (N,).
-        local: bounds on the error |e| of every operation itself, in the shape of its value.
-        norms: bounds on ‖e‖, each of shape (N,).
+        local: bounds on the error |e| of an operation itself, in the shape of its value.
+        norms: bounds on ‖e‖, each of shape (N,); ∞ where nothing is known of the operands.
     """
 
     def __init__(self, gains: Gains, graph: Graph, images: Tensor, radius: Tensor):
@@ -309,7 +309,9 @@ class Evaluated:
                 error = _times(float(gains.values[node].map.norm), self.errors[u]) + self.norms[w]
             else:
                 error = sum((_times(gain, self.errors[u]) for u, gain in gains.of(node).items()), zero)
-            if not passes(node):
+            if node is not graph.output and bool(error.isinf().all()):  # nothing finite is to be had from there on
+                self.norms[node] = torch.full_like(error, math.inf)
+            elif not passes(node):
                 self.local[node], self.norms[node] = self._operation(node)
                 error = error + self.norms[node]
             if node.single:
