@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.models import build_model_with_cfg
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
@@ -71,11 +72,22 @@ def configuration(size: int) -> dict[str, Any]:
     }
 
 
-def build(
-    network: Callable[..., nn.Module], name: str, pretrained: bool, overrides: dict[str, Any], **defaults: Any
-) -> Any:
-    """Builds a model as timm does; the caller's ``overrides`` replace the ``defaults`` of the named model."""
-    return build_model_with_cfg(network, name, pretrained, **{**defaults, **overrides})
+def register(
+    module: str, network: Callable[..., nn.Module], *named: tuple[str, str, Mapping[str, Any], dict[str, Any]]
+) -> None:
+    """Registers architectures with timm: name, description, arguments of the network, and timm's configuration."""
+    default_cfgs = generate_default_cfgs({name: configuration for name, _, _, configuration in named})
+    sys.modules[module].__dict__["default_cfgs"] = default_cfgs
+    for name, about, arguments, _ in named:
+
+        def entry(
+            pretrained: bool = False, *, _name: str = name, _given: Mapping[str, Any] = arguments, **kwargs: Any
+        ) -> Any:
+            return build_model_with_cfg(network, _name, pretrained, **{**_given, **kwargs})
+
+        entry.__name__ = entry.__qualname__ = name
+        entry.__module__, entry.__doc__ = module, about
+        register_model(entry)
 
 
 def classify(network: Any, x: Tensor, mirror: bool) -> Tensor:

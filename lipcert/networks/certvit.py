@@ -6,56 +6,46 @@ Tokens are averaged, and there is no normalisation before the head, which would 
 
 from __future__ import annotations
 
-from typing import Any
-
-from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 
-from lipcert.networks._parts import build, configuration
+from lipcert.networks._parts import configuration, register
 
 _COMMON = {"class_token": False, "global_pool": "avg", "final_norm": False, "fc_norm": False}
+_MNIST = {**configuration(28), "input_size": (1, 28, 28), "first_conv": "patch_embed.proj"}
+_CIFAR = {**configuration(32), "first_conv": "patch_embed.proj"}
+_TINY_IMAGENET = {**configuration(64), "first_conv": "patch_embed.proj"}
 
-default_cfgs = generate_default_cfgs(
-    {
-        "certvit_mnist": {**configuration(28), "input_size": (1, 28, 28), "first_conv": "patch_embed.proj"},
-        "certvit_cifar10": {**configuration(32), "first_conv": "patch_embed.proj"},
-        "certvit_cifar100": {**configuration(32), "num_classes": 100, "first_conv": "patch_embed.proj"},
-        "certvit_tinyimagenet": {**configuration(64), "first_conv": "patch_embed.proj"},
-    }
+
+def _sizes(size: int, patch: int, width: int, depth: int, heads: int, ratio: int) -> dict[str, object]:
+    sizes = {"img_size": size, "patch_size": patch, "embed_dim": width, "depth": depth, "num_heads": heads}
+    return {**sizes, "mlp_ratio": ratio, **_COMMON}
+
+
+register(
+    __name__,
+    VisionTransformer,
+    (
+        "certvit_mnist",
+        "Patches of 7, 6 blocks of width 128, for grey images of 28×28.",
+        {"in_chans": 1, **_sizes(28, 7, 128, 6, 4, 4)},
+        _MNIST,
+    ),
+    (
+        "certvit_cifar10",
+        "Patches of 4, 6 blocks of width 192, for images of 32×32.",
+        _sizes(32, 4, 192, 6, 3, 3),
+        _CIFAR,
+    ),
+    (
+        "certvit_cifar100",
+        "Patches of 4, 12 blocks of width 192, for images of 32×32.",
+        _sizes(32, 4, 192, 12, 3, 3),
+        {**_CIFAR, "num_classes": 100},
+    ),
+    (
+        "certvit_tinyimagenet",
+        "Patches of 4, 12 blocks of width 384, for images of 64×64.",
+        _sizes(64, 4, 384, 12, 6, 3),
+        _TINY_IMAGENET,
+    ),
 )
-
-
-@register_model
-def certvit_mnist(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """Patches of 7, 6 blocks of width 128, for grey images of 28×28."""
-    architecture = {
-        "img_size": 28,
-        "in_chans": 1,
-        "patch_size": 7,
-        "embed_dim": 128,
-        "depth": 6,
-        "num_heads": 4,
-        "mlp_ratio": 4,
-    }
-    return build(VisionTransformer, "certvit_mnist", pretrained, kwargs, **architecture, **_COMMON)
-
-
-@register_model
-def certvit_cifar10(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """Patches of 4, 6 blocks of width 192, for images of 32×32."""
-    architecture = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 6, "num_heads": 3, "mlp_ratio": 3}
-    return build(VisionTransformer, "certvit_cifar10", pretrained, kwargs, **architecture, **_COMMON)
-
-
-@register_model
-def certvit_cifar100(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """Patches of 4, 12 blocks of width 192, for images of 32×32."""
-    architecture = {"img_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 12, "num_heads": 3, "mlp_ratio": 3}
-    return build(VisionTransformer, "certvit_cifar100", pretrained, kwargs, **architecture, **_COMMON)
-
-
-@register_model
-def certvit_tinyimagenet(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """Patches of 4, 12 blocks of width 384, for images of 64×64."""
-    architecture = {"img_size": 64, "patch_size": 4, "embed_dim": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 3}
-    return build(VisionTransformer, "certvit_tinyimagenet", pretrained, kwargs, **architecture, **_COMMON)

@@ -7,14 +7,12 @@ Lipschitz bounds", NeurIPS 2021 (arXiv 2111.01395), appendix C.1.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from timm.layers import to_2tuple
-from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
-from lipcert.networks._parts import Classifier, activation, build, configuration
+from lipcert.networks._parts import Classifier, activation, configuration, register
 
 Convolution = tuple[int, int, int, int]  # channels, kernel, stride, padding
 
@@ -67,29 +65,15 @@ _8C = (
     *((128, 3, 1, 1), (128, 4, 2, 0), (256, 3, 1, 1), (256, 4, 2, 0)),
 )
 
-default_cfgs = generate_default_cfgs(
-    {
-        "lip_convnet_4c3f": configuration(32),
-        "lip_convnet_6c2f": configuration(32),
-        "lip_convnet_8c2f": configuration(64),
-    }
+register(
+    __name__,
+    LipConvNet,
+    ("lip_convnet_4c3f", "4C3F for images of 32×32.", {"convolutions": _4C, "dense": (512, 512)}, configuration(32)),
+    ("lip_convnet_6c2f", "6C2F for images of 32×32.", {"convolutions": _6C}, configuration(32)),
+    (
+        "lip_convnet_8c2f",
+        "8C2F for images of 64×64.",
+        {"convolutions": _8C, "dense": (256,), "img_size": 64, "num_classes": 200},
+        configuration(64),
+    ),
 )
-
-
-@register_model
-def lip_convnet_4c3f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
-    """4C3F for images of 32×32."""
-    return build(LipConvNet, "lip_convnet_4c3f", pretrained, kwargs, convolutions=_4C, dense=(512, 512))
-
-
-@register_model
-def lip_convnet_6c2f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
-    """6C2F for images of 32×32."""
-    return build(LipConvNet, "lip_convnet_6c2f", pretrained, kwargs, convolutions=_6C)
-
-
-@register_model
-def lip_convnet_8c2f(pretrained: bool = False, **kwargs: Any) -> LipConvNet:
-    """8C2F for images of 64×64."""
-    architecture = {"convolutions": _8C, "dense": (256,), "img_size": 64, "num_classes": 200}
-    return build(LipConvNet, "lip_convnet_8c2f", pretrained, kwargs, **architecture)

@@ -8,16 +8,13 @@ and the sizes, is chosen here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
-from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
-from lipcert.networks._parts import Classifier, NormalizedLinear, build, configuration
+from lipcert.networks._parts import Classifier, NormalizedLinear, configuration, register
 from lipcert.surgery import Orthogonal
 
 
@@ -95,16 +92,9 @@ class LipNeXt(Classifier):
         return self.blocks(self.stem(x)).flatten(2).norm(dim=2)
 
 
-default_cfgs = generate_default_cfgs({"lipnext_l8w128": configuration(32), "lipnext_l12w256": configuration(32)})
-
-
-@register_model
-def lipnext_l8w128(pretrained: bool = False, **kwargs: Any) -> LipNeXt:
-    """A small LipNeXt for images of 32×32."""
-    return build(LipNeXt, "lipnext_l8w128", pretrained, kwargs, depth=8, width=128)
-
-
-@register_model
-def lipnext_l12w256(pretrained: bool = False, **kwargs: Any) -> LipNeXt:
-    """A larger one."""
-    return build(LipNeXt, "lipnext_l12w256", pretrained, kwargs, depth=12, width=256)
+register(
+    __name__,
+    LipNeXt,
+    ("lipnext_l8w128", "A small LipNeXt for images of 32×32.", {"depth": 8, "width": 128}, configuration(32)),
+    ("lipnext_l12w256", "A larger one.", {"depth": 12, "width": 256}, configuration(32)),
+)

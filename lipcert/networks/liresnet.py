@@ -8,16 +8,14 @@ parameter counts of the paper (its text says 2W). An activation follows the dens
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
-from timm.models import generate_default_cfgs, register_model
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
-from lipcert.networks._parts import Classifier, NormalizedLinear, activation, build, configuration
+from lipcert.networks._parts import Classifier, NormalizedLinear, activation, configuration, register
 
 
 class LinearResidual(nn.Module):
@@ -128,58 +126,28 @@ class LiResNet(Classifier):
         return self.neck(self.blocks(self.stem(x)))
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        "liresnet_l6w64": configuration(32),
-        "liresnet_l6w128": configuration(32),
-        "liresnet_l12w256": configuration(32),
-        "liresnet_l12w512": configuration(32),
-        "liresnet_l12w512_64": configuration(64),
-        "liresnet_l12w588_224": configuration(224),
-    }
+register(
+    __name__,
+    LiResNet,
+    (
+        "liresnet_l6w64",
+        "A small LiResNet for images of 32×32: 1.4 million parameters.",
+        {"depth": 6, "width": 64, "neck": 128, "num_features": 512},
+        configuration(32),
+    ),
+    ("liresnet_l6w128", "The paper's L6W128.", {"depth": 6, "width": 128}, configuration(32)),
+    ("liresnet_l12w256", "The paper's L12 with 256 channels.", {"depth": 12, "width": 256}, configuration(32)),
+    ("liresnet_l12w512", "The paper's L12W512.", {"depth": 12, "width": 512}, configuration(32)),
+    (
+        "liresnet_l12w512_64",
+        "The paper's L12W512 for images of 64×64.",
+        {"depth": 12, "width": 512, "stem": (7, 4, 3), "img_size": 64, "num_classes": 200},
+        configuration(64),
+    ),
+    (
+        "liresnet_l12w588_224",
+        "The paper's L12W588 for images of 224×224.",
+        {"depth": 12, "width": 588, "num_features": 4096, "stem": (14, 14, 0), "img_size": 224, "num_classes": 1000},
+        configuration(224),
+    ),
 )
-
-
-@register_model
-def liresnet_l6w64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
-    """A small LiResNet for images of 32×32: 1.4 million parameters."""
-    return build(LiResNet, "liresnet_l6w64", pretrained, kwargs, depth=6, width=64, neck=128, num_features=512)
-
-
-@register_model
-def liresnet_l6w128(pretrained: bool = False, **kwargs: Any) -> LiResNet:
-    """The paper's L6W128."""
-    return build(LiResNet, "liresnet_l6w128", pretrained, kwargs, depth=6, width=128)
-
-
-@register_model
-def liresnet_l12w256(pretrained: bool = False, **kwargs: Any) -> LiResNet:
-    """The paper's L12 with 256 channels."""
-    return build(LiResNet, "liresnet_l12w256", pretrained, kwargs, depth=12, width=256)
-
-
-@register_model
-def liresnet_l12w512(pretrained: bool = False, **kwargs: Any) -> LiResNet:
-    """The paper's L12W512."""
-    return build(LiResNet, "liresnet_l12w512", pretrained, kwargs, depth=12, width=512)
-
-
-@register_model
-def liresnet_l12w512_64(pretrained: bool = False, **kwargs: Any) -> LiResNet:
-    """The paper's L12W512 for images of 64×64."""
-    architecture = {"depth": 12, "width": 512, "stem": (7, 4, 3), "img_size": 64, "num_classes": 200}
-    return build(LiResNet, "liresnet_l12w512_64", pretrained, kwargs, **architecture)
-
-
-@register_model
-def liresnet_l12w588_224(pretrained: bool = False, **kwargs: Any) -> LiResNet:
-    """The paper's L12W588 for images of 224×224."""
-    architecture = {
-        "depth": 12,
-        "width": 588,
-        "num_features": 4096,
-        "stem": (14, 14, 0),
-        "img_size": 224,
-        "num_classes": 1000,
-    }
-    return build(LiResNet, "liresnet_l12w588_224", pretrained, kwargs, **architecture)

@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 from timm.layers import to_2tuple
-from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
-from lipcert.networks._parts import NormalizedLinear, activation, build, classify, configuration
+from lipcert.networks._parts import NormalizedLinear, activation, classify, configuration, register
 from lipcert.networks.liresnet import stem_and_blocks
 from lipcert.surgery import L2Attention, SmoothProject
 
@@ -98,24 +97,16 @@ class Hybrid(VisionTransformer):
             self.head = NormalizedLinear(self.width_of_neck, num_classes)
 
 
-_SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
-_COMMON = {"class_token": False, "global_pool": "avg", "final_norm": False, "fc_norm": False}
+_SIZES = {
+    "img_size": 32, "patch_size": 8, "embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2,
+    "class_token": False, "global_pool": "avg", "final_norm": False, "fc_norm": False,
+}  # fmt: skip
+_CONFIGURATION = {**configuration(32), "first_conv": "patch_embed.stem.0"}
+_ABOUT = "4 residual blocks of 64 channels, then 2 blocks of {} attention on 16 tokens of width 128."
 
-default_cfgs = generate_default_cfgs(
-    {
-        "liresnet_vit_dot": {**configuration(32), "first_conv": "patch_embed.stem.0"},
-        "liresnet_vit_l2": {**configuration(32), "first_conv": "patch_embed.stem.0"},
-    }
+register(
+    __name__,
+    Hybrid,
+    ("liresnet_vit_dot", _ABOUT.format("dot-product"), {"attention": "dot", **_SIZES}, _CONFIGURATION),
+    ("liresnet_vit_l2", _ABOUT.format("L2"), {"attention": "l2", **_SIZES}, _CONFIGURATION),
 )
-
-
-@register_model
-def liresnet_vit_dot(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """4 residual blocks of 64 channels, then 2 blocks of dot-product attention on 16 tokens of width 128."""
-    return build(Hybrid, "liresnet_vit_dot", pretrained, kwargs, attention="dot", **_SIZES, **_COMMON)
-
-
-@register_model
-def liresnet_vit_l2(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """4 residual blocks of 64 channels, then 2 blocks of L2 attention on 16 tokens of width 128."""
-    return build(Hybrid, "liresnet_vit_l2", pretrained, kwargs, attention="l2", **_SIZES, **_COMMON)

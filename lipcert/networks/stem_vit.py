@@ -11,19 +11,16 @@ from functools import partial
 from typing import Any
 
 from timm.layers import HybridEmbed
-from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from lipcert.networks._parts import build, configuration
+from lipcert.networks._parts import configuration, register
 
 _CIFAR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "interpolation": "bicubic"}
-_SIZES = {"img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
-_COMMON = {"class_token": False, "global_pool": "avg", "final_norm": False}
-
-default_cfgs = generate_default_cfgs(
-    {"cifar_vit_stem": {**configuration(32), **_CIFAR, "first_conv": "patch_embed.backbone.0"}}
-)
+_SIZES = {
+    "img_size": 32, "patch_size": 4, "embed_dim": 128, "depth": 2, "num_heads": 4, "mlp_ratio": 2,
+    "class_token": False, "global_pool": "avg", "final_norm": False,
+}  # fmt: skip
 
 
 def _stem_vit(stem: Sequence[int] = (96,), **arguments: Any) -> VisionTransformer:
@@ -35,7 +32,13 @@ def _stem_vit(stem: Sequence[int] = (96,), **arguments: Any) -> VisionTransforme
     return VisionTransformer(embed_layer=embed, **arguments)
 
 
-@register_model
-def cifar_vit_stem(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """A convolution of 96 channels, then 2 blocks of width 128 on 16 tokens, for images of 32×32."""
-    return build(_stem_vit, "cifar_vit_stem", pretrained, kwargs, **_SIZES, **_COMMON)
+register(
+    __name__,
+    _stem_vit,
+    (
+        "cifar_vit_stem",
+        "A convolution of 96 channels, then 2 blocks of width 128 on 16 tokens, for images of 32×32.",
+        _SIZES,
+        {**configuration(32), **_CIFAR, "first_conv": "patch_embed.backbone.0"},
+    ),
+)
