@@ -94,10 +94,10 @@ def _class(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def structure(net: nn.Module) -> Graph:
+def structure(net: nn.Module, whole: Callable[[nn.Module], bool] = kept_whole) -> Graph:
     """The operations of a model without weights."""
     size: Any = net.default_cfg
-    return outline(net, size["input_size"], kept_whole)
+    return outline(net, size["input_size"], whole)
 
 
 def describe(name: str, known: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def answers(name: str) -> dict[str, Any]:
         "kept": sorted({(module.was, module.reason) for module in kept}),
     }
     graph = structure(net)
-    row["anchored_reason"] = _remainder_reason(explicit_attention(graph.flat()))
+    row["anchored_reason"] = _remainder_reason(explicit_attention(structure(net, lambda module: False)))
     row["reason"] = _global_reason(needed(graph))
     return row
 

@@ -27,7 +27,7 @@ from lipcert.bounds import (
 )
 from lipcert.bounds.testing import _Applied
 from lipcert.errors import InputError
-from lipcert.graph import Graph, Node, capture, explicit_attention, map_nodes, needed, run
+from lipcert.graph import Graph, Node, capture, explicit_attention, needed, run
 from lipcert.numerics import DTYPES, Format
 
 # Jacobians and quotients are computed in float64. Rounding may raise them slightly above a tight bound.
@@ -405,7 +405,7 @@ def _of_operand(node: Node, operand: Node, values: Mapping[Node, Tensor]) -> Ten
 def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Runs an operation in a format, with constants cast, on operands of shape (1, ...); returns float64."""
     remaining = iter(operands)
-    args, kwargs = map_nodes(lambda _: next(remaining).to(dtype), (node.args, dict(node.kwargs)))
+    args, kwargs = node.arguments(lambda _: next(remaining).to(dtype))
 
     def cast(tree: Any) -> Any:
         if isinstance(tree, Tensor) and tree.is_floating_point():

@@ -93,7 +93,7 @@ def relus(model: Model, layers: dict[str, nn.Linear | nn.Conv2d]) -> dict[str, R
     """
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
     try:
-        graph = capture(model, image).flat()
+        graph = capture(model, image)
     except LipcertError:
         return {}
     readers: dict[Node, list[Node]] = {}

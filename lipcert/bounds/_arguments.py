@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer
-from lipcert.graph import SIGNATURES, SYNONYMS, Node, map_nodes
+from lipcert.graph import SIGNATURES, SYNONYMS, Node
 
 Known = TypeVar("Known")
 
@@ -51,7 +51,7 @@ def replayed(node: Node, *tensors: Tensor) -> Tensor:
 
     def replay(*tensors: Tensor) -> Tensor:
         values = dict(zip(operands, tensors, strict=True))
-        args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
+        args, kwargs = node.arguments(values.__getitem__)
         return node.function(*args, **kwargs)
 
     return torch.vmap(replay)(*tensors)

@@ -29,14 +29,13 @@ from lipcert.graph import (
     close,
     examine,
     examples,
-    map_nodes,
     needed,
     passed,
     passes,
     without_fused_kernels,
 )
 from lipcert.model import Model, alone, unusable
-from lipcert.numerics import INFINITE, Bound, LayerBound, Upper, is_out_of_memory
+from lipcert.numerics import INFINITE, Bound, LayerBound, Upper, is_out_of_memory, leaves
 
 Progress = Callable[[int, int, str], None]
 
@@ -257,7 +256,7 @@ def global_values(graph: Graph, progress: Progress | None = None, source: Value 
         if any(values[operand] is None for operand in node.operands):
             values[node] = None  # depends on an operation that is already listed
             continue
-        args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
+        args, kwargs = node.arguments(values.__getitem__)
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:
@@ -302,7 +301,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if annotation in ("Value", Value):
             if not isinstance(argument, Value):
                 raise NoAnswer(f"{name} does not depend on the image, but another operand does")
-        elif annotation is not inspect.Parameter.empty and "Any" not in str(annotation) and _holds_value(argument):
+        elif annotation is not inspect.Parameter.empty and "Any" not in str(annotation) and _depends(argument):
             raise NoAnswer(f"{name} depends on the image")
     try:
         return rule(call, *args, **kwargs)
@@ -312,10 +311,8 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise NoAnswer(f"its rule refuses the arguments: {type(error).__name__}: {first_line(error)}") from error
 
 
-def _holds_value(tree: Any) -> bool:
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    return any(_holds_value(item) for item in tree) if isinstance(tree, (tuple, list)) else isinstance(tree, Value)
+def _depends(argument: Any) -> bool:
+    return any(isinstance(leaf, Value) for leaf in leaves(argument))
 
 
 @alone

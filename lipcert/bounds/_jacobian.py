@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lipcert.bounds._registry import Jacobian, NoAnswer, Schur, rule_for
 from lipcert.bounds._remainder import per_image, remainder_of
-from lipcert.graph import Node, map_nodes, run
-from lipcert.numerics import UNIT, l2_norm
+from lipcert.graph import Node, run
+from lipcert.numerics import UNIT, l2_norm, mapped
 
 Bounds = tuple[Tensor | float, Tensor | float]
 
@@ -122,15 +122,14 @@ def absolute_products(
     value = torch.zeros_like(values[operand][0]).requires_grad_()
     places = iter(range(len(node.operands)))
 
-    def at_zero(other: Node) -> Tensor:
-        return value if next(places) == place else torch.zeros_like(values[other][0])
+    def absolute(leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return value if next(places) == place else torch.zeros_like(values[leaf][0])
+        if not isinstance(leaf, Tensor) or not schur.magnitudes or leaf.dtype == torch.bool:
+            return leaf
+        return leaf.abs() if leaf.is_floating_point() else leaf.double().abs()
 
-    def magnitude(constant: Tensor) -> Tensor:
-        if not schur.magnitudes or constant.dtype == torch.bool:
-            return constant
-        return constant.abs() if constant.is_floating_point() else constant.double().abs()
-
-    args, kwargs = _mapped(at_zero, magnitude, (node.args, dict(node.kwargs)))
+    args, kwargs = mapped(absolute, (node.args, dict(node.kwargs)))
     with torch.enable_grad():
         result = node.function(*args, **kwargs)
         nothing = torch.zeros_like(result), torch.zeros_like(value)
@@ -144,16 +143,6 @@ def absolute_products(
         along = torch.ones_like(columns) if vector is None else vector
         (rows,) = torch.autograd.grad(columns, weight, along, allow_unused=True)
     return nothing[0] if rows is None else rows.detach(), columns.detach()
-
-
-def _mapped(on_node: Callable[[Node], Any], on_tensor: Callable[[Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return on_tensor(tree)
-    if isinstance(tree, (tuple, list)) and not hasattr(tree, "_fields"):
-        return type(tree)(_mapped(on_node, on_tensor, item) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _mapped(on_node, on_tensor, item) for key, item in tree.items()}
-    return map_nodes(on_node, tree)
 
 
 def evenly(terms: Callable[[Node], float]) -> Callable[[Node, Node], float]:

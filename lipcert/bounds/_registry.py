@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lipcert.graph import Node, canonical
 
@@ -266,18 +266,8 @@ def check_entries(node: Node) -> None:
     if rule is not None and rule.schur is not None and rule.schur.moves:
         return
     sizes = [node.entries, *(operand.entries for operand in node.operands if operand.single)]
-    if 0 in sizes or not all(tensor.numel() for tensor in _tensors((node.args, dict(node.kwargs)))):
+    if 0 in sizes or not all(tensor.numel() for tensor in node.tensors):
         raise NoAnswer("a value without entries")
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
 
 
 def refusal(node: Node, reason: NoAnswer) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError
-from lipcert.graph import Graph, Node, run, tensors_in
+from lipcert.graph import Graph, Node, run
 from lipcert.numerics import Upper
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-200, 2.0**200
@@ -51,7 +51,7 @@ def check_scales(graph: Graph, values: Mapping[Node, Any], image: Tensor) -> Non
 
 def _constants(node: Node) -> Iterator[Tensor]:
     module = [*node.function.parameters(), *node.function.buffers()] if isinstance(node.function, nn.Module) else []
-    for tensor in (*module, *tensors_in((node.args, dict(node.kwargs)))):
+    for tensor in (*module, *node.tensors):
         if tensor.dtype == torch.float64 and tensor.numel():
             yield tensor
     numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, float)]

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from lipcert.bounds import Analysis, Boxes, NoAnswer, Operand, Walk, analyze, kept_whole, local_error, remainder_of
 from lipcert.errors import InputError
-from lipcert.graph import Node, capture, explicit_attention, map_nodes, needed, run
+from lipcert.graph import Node, capture, explicit_attention, needed, run
 from lipcert.numerics import DTYPES, Format
 
 # Jacobians and quotients are computed in float64. Rounding may raise them slightly above a tight bound.
@@ -201,7 +201,7 @@ def _rounding(module: nn.Module, images: list[Tensor]) -> Iterator[float]:
 def _in(dtype: torch.dtype, node: Node, operands: list[Tensor]) -> Tensor:
     """An operation in a format, with its constants cast."""
     remaining = iter(operands)
-    tree = map_nodes(lambda _: next(remaining), (node.args, dict(node.kwargs)))
+    tree = node.arguments(lambda _: next(remaining))
     args, kwargs = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
     function = copy.deepcopy(node.function).to(dtype) if isinstance(node.function, nn.Module) else node.function
     result: Tensor = function(*args, **kwargs)

@@ -38,7 +38,6 @@ from lipcert.graph import (
     logits,
     only_in,
     outputs_of,
-    tensors_in,
     without_fused_kernels,
 )
 from lipcert.inputs.artifact import seed_of
@@ -422,7 +421,7 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
 def _not_of(model: Model, graph: Graph) -> list[Tensor]:
     """The tensors that a graph reads and a copy of its network does not hold, such as those of closures in hooks."""
     held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    read = [tensor for node in graph.nodes for tensor in tensors_in((node.args, dict(node.kwargs)))]
+    read = [tensor for node in graph.nodes for tensor in node.tensors]
     return [tensor for tensor in read if tensor.untyped_storage().data_ptr() not in held]
 
 

@@ -5,9 +5,9 @@
 no bounds.
 """
 
-from lipcert.graph._capture import capture, outline, tensors_in, unchecked
+from lipcert.graph._capture import capture, outline, unchecked
 from lipcert.graph._constants import MADE, UNKNOWN
-from lipcert.graph._graph import PIECES, REARRANGING, Graph, Node, canonical, map_nodes, run
+from lipcert.graph._graph import PIECES, REARRANGING, Emit, Graph, Node, canonical, rewritten, run
 from lipcert.graph._looks import across_types, close, only_in
 from lipcert.graph._passes import passed, passes
 from lipcert.graph._signatures import SIGNATURES, SYNONYMS

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._composed import code_of, parts_of
 from lipcert.graph._constants import Constants, without_caches
-from lipcert.graph._graph import Graph, Node, canonical
+from lipcert.graph._graph import Graph, Node, canonical, tensors_in
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
 from lipcert.graph._signatures import placed
@@ -32,7 +31,7 @@ from lipcert.graph._witness import (
     without_fused_kernels,
     write_count,
 )
-from lipcert.numerics import RealArithmetic, in_real_arithmetic, is_out_of_memory, spelled_out
+from lipcert.numerics import RealArithmetic, in_real_arithmetic, is_out_of_memory, leaves, mapped, spelled_out
 
 # Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
 _FORM = frozenset(
@@ -158,32 +157,11 @@ def _property(name: str) -> Callable[[Tensor], Tensor]:
 
 
 def _tracked_in(tree: Any) -> Iterator[Tracked]:
-    if isinstance(tree, Tracked):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _tracked_in(item)
-    elif isinstance(tree, dict):
-        yield from _tracked_in(list(tree.values()))
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tracked))
 
 
 def _tracks(tree: Any) -> bool:
     return any(True for _ in _tracked_in(tree))
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors and arrays in arguments, those that limit slices included."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, np.ndarray):
-        yield torch.from_numpy(tree)
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
-    elif isinstance(tree, slice):
-        yield from tensors_in((tree.start, tree.stop, tree.step))
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
@@ -192,15 +170,14 @@ def _share_memory(first: Tensor, second: Tensor) -> bool:
     return a._cdata == b._cdata or a.data_ptr() == b.data_ptr() != 0
 
 
-def _map_tracked(function: Callable[[Tracked], Any], tree: Any) -> Any:
-    if isinstance(tree, Tracked):
-        return function(tree)
-    if isinstance(tree, (tuple, list)):
-        mapped = [_map_tracked(function, item) for item in tree]
-        return mapped if isinstance(tree, list) else tuple(mapped)
-    if isinstance(tree, dict):
-        return {key: _map_tracked(function, item) for key, item in tree.items()}
-    return tree
+def _tensors(tree: Any) -> Any:
+    """The tree with nominal tensors in place of tracked values."""
+    return mapped(lambda leaf: leaf.tensor if isinstance(leaf, Tracked) else leaf, tree)
+
+
+def _nodes(tree: Any) -> Any:
+    """The tree with nodes in place of tracked values."""
+    return mapped(lambda leaf: leaf.node if isinstance(leaf, Tracked) else leaf, tree)
 
 
 class _Recorder:
@@ -240,7 +217,7 @@ class _Recorder:
         args, kwargs = placed(function, op, args, kwargs, _tracks)
         name = getattr(function, "__name__", "")
         if name in _TEMPLATES and args and isinstance(args[0], Tensor):
-            outcome = function(*_map_tracked(lambda value: value.tensor, args), **kwargs)
+            outcome = function(*_tensors(args), **kwargs)
             if self.computed is not None:
                 functions: dict[str, Callable[..., Any]] = {"to": Tensor.to, "expand_as": Tensor.expand}
                 instead = functions.get(name, Tensor.reshape)
@@ -262,7 +239,7 @@ class _Recorder:
         elif kwargs.get("out") is not None:
             raise UnsupportedCode([(f"{name}(out=...)", self.path)])
         self.constants += [(tensor, write_count(tensor), name, self.path) for tensor in tensors_in((args, kwargs))]
-        nominal_args, nominal_kwargs = _map_tracked(lambda value: value.tensor, (args, kwargs))
+        nominal_args, nominal_kwargs = _tensors((args, kwargs))
         operands = [value for value in _tracked_in((args, kwargs)) if value is not target]
         versions = [write_count(value.tensor) for value in operands]
         with torch.no_grad():
@@ -275,7 +252,7 @@ class _Recorder:
             return outcome
         if target is None and (parts := parts_of(op, args, kwargs)) is not None:
             return self.composed(parts, function, args, kwargs, outcome)
-        node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
+        node_args, node_kwargs = _nodes((args, kwargs))
         function = _REPLAYED_AS.get(op, _REPLAYED_AS.get(function, function))
         if target is not None:
             if target.tensor.shape != target.node.shape:
@@ -316,7 +293,7 @@ class _Recorder:
         result.tensor = first
         if first is outcome:
             return result
-        node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
+        node_args, node_kwargs = _nodes((args, kwargs))
         places = Node(
             "argsort", lambda *positional, **named: function(*positional, **named)[1], node_args, node_kwargs, self.path
         )
@@ -386,7 +363,7 @@ class _Recorder:
             args, kwargs = placed(module.forward, type(module), args, kwargs, _tracks)
             self.check_current((args, kwargs))
             inputs = list(_tracked_in((args, kwargs)))
-            node_args, node_kwargs = _map_tracked(lambda value: value.node, (args, kwargs))
+            node_args, node_kwargs = _nodes((args, kwargs))
             self.nodes = []
             outcome = forward(module, *args, **kwargs)
             if not isinstance(outcome, Tracked):
@@ -398,12 +375,10 @@ class _Recorder:
                 node_kwargs,
                 self.path,
                 tuple(outcome.tensor.shape),
-                inner=tuple(self.nodes),
-                result=outcome.node,
                 dtype=outcome.tensor.dtype,
             )
-            readable = {*node.operands, *node.inner}
-            if not {outcome.node, *(operand for part in node.inner for operand in part.operands)} <= readable:
+            readable = {*node.operands, *self.nodes}
+            if not {outcome.node, *(operand for part in self.nodes for operand in part.operands)} <= readable:
                 raise UnsupportedCode([(f"{node.name} reading values that are not its inputs", self.path)])
             if any(value.node not in node.operands for value in inputs):
                 raise UnsupportedCode([(f"{node.name} writing into its input", self.path)])

@@ -15,7 +15,7 @@ from lipcert.graph._composed import parts_of
 from lipcert.graph._graph import Node, canonical
 from lipcert.graph._signatures import placed
 from lipcert.graph._witness import write_count
-from lipcert.numerics import spelled_out
+from lipcert.numerics import leaves, mapped, spelled_out
 
 # A constant that is not computed from others, such as ``torch.arange(9)``; its only argument is its value.
 MADE = "a new tensor"
@@ -44,7 +44,7 @@ class Constants(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.tracks((args, kwargs)):
             return function(*args, **kwargs)
-        given = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = bool(kwargs.get("inplace"))  # a replay must not write to its operand
         named = {**kwargs, "inplace": False} if written else kwargs
         call = spelled_out(function, *self.sources((args, named)))
@@ -67,7 +67,7 @@ class Constants(TorchFunctionMode):
             function, op, args = torch.pow, "pow", args[::-1]
         args, kwargs = placed(function, op, args, kwargs, lambda value: isinstance(value, (Node, Tensor)))
         node = Node(op, function, args, kwargs, self.path())
-        fresh = not node.operands and not any(isinstance(leaf, Tensor) for leaf in _leaves((args, kwargs)))
+        fresh = not node.operands and not any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
         for index, result in enumerate(results):
             if not isinstance(result, Tensor) or not self.is_new(result):
                 continue
@@ -90,14 +90,7 @@ class Constants(TorchFunctionMode):
 
     def sources(self, tree: Any) -> Any:
         """Arguments with the nodes of computed tensors in their place."""
-        if isinstance(tree, Tensor):
-            return self.source(tree) if self.is_new(tree) else tree
-        if isinstance(tree, (tuple, list)):
-            mapped = [self.sources(item) for item in tree]
-            return mapped if isinstance(tree, list) else tuple(mapped)
-        if isinstance(tree, dict):
-            return {key: self.sources(item) for key, item in tree.items()}
-        return tree
+        return mapped(lambda leaf: self.source(leaf) if isinstance(leaf, Tensor) and self.is_new(leaf) else leaf, tree)
 
     def source(self, tensor: Tensor) -> Node:
         """The operation that computed a tensor."""
@@ -105,14 +98,6 @@ class Constants(TorchFunctionMode):
         if node is None or writes != write_count(tensor):
             return Node(UNKNOWN, torch.clone, (tensor,), {}, self.path(), tuple(tensor.shape), dtype=tensor.dtype)
         return node
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    for item in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(item, (tuple, list, dict)):
-            yield from _leaves(item)
-        else:
-            yield item
 
 
 @contextmanager

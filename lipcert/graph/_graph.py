@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipcert.graph._passes import passed
-from lipcert.numerics import RealArithmetic
+from lipcert.numerics import RealArithmetic, leaves, mapped
 
 # Names of the same operation. Leading and trailing underscores (in place, dunder) are stripped before the look-up.
 _SYNONYMS = {
@@ -116,8 +117,6 @@ class Node:
         kwargs: keyword arguments, likewise.
         path: dotted path of the module in which it runs.
         shape: shape of its result for a batch of one image; () where the result is a tuple.
-        inner: the operations inside a module that is kept whole; otherwise empty.
-        result: the node inside ``inner`` that is the module's output.
         dtype: the result's type in the capture; None where the result is a tuple.
     """
 
@@ -127,8 +126,6 @@ class Node:
     kwargs: Mapping[str, Any]
     path: str
     shape: tuple[int, ...] = ()
-    inner: tuple[Node, ...] = ()
-    result: Node | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -149,9 +146,17 @@ class Node:
     @cached_property
     def operands(self) -> tuple[Node, ...]:
         """The nodes that this node reads, in argument order."""
-        nodes: list[Node] = []
-        map_nodes(nodes.append, (self.args, dict(self.kwargs)))
-        return tuple(nodes)
+        return tuple(leaf for leaf in leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Node))
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors and arrays among the arguments."""
+        return tensors_in((self.args, dict(self.kwargs)))
+
+    def arguments(self, of: Callable[[Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with ``of(operand)`` in place of every operand."""
+        args, kwargs = mapped(lambda leaf: of(leaf) if isinstance(leaf, Node) else leaf, (self.args, dict(self.kwargs)))
+        return args, kwargs
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.shape} at {self.path or '(model)'}>"
@@ -191,37 +196,6 @@ class Graph:
                 reads.setdefault(node, []).append(read)
         return reads
 
-    def flat(self) -> Graph:
-        """A copy of the graph in which the inner operations replace every module that was kept whole."""
-        stands_for: dict[Node, Node] = {}
-        nodes: list[Node] = []
-
-        def resolve(node: Node) -> Node:
-            while node in stands_for:
-                node = stands_for[node]
-            return node
-
-        def walk(sequence: Sequence[Node]) -> None:
-            for node in sequence:
-                if node.result is not None:
-                    walk(node.inner)
-                    stands_for[node] = resolve(node.result)
-                    continue
-                args, kwargs = map_nodes(resolve, (node.args, dict(node.kwargs)))
-                unchanged = all(
-                    a is b
-                    for a, b in zip(node.operands, Node(node.op, node.function, args, kwargs, "").operands, strict=True)
-                )
-                if unchanged:
-                    nodes.append(node)
-                else:
-                    copy = Node(node.op, node.function, args, kwargs, node.path, node.shape, dtype=node.dtype)
-                    stands_for[node] = copy
-                    nodes.append(copy)
-
-        walk(self.nodes)
-        return Graph(self.input, resolve(self.output), tuple(nodes))
-
 
 def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
     """Evaluates ``nodes`` in order, given the values of the nodes they read; returns all values.
@@ -231,22 +205,55 @@ def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
     """
     for node in nodes:
         if node not in values:
-            args, kwargs = map_nodes(values.__getitem__, (node.args, dict(node.kwargs)))
+            args, kwargs = node.arguments(values.__getitem__)
             exact = isinstance(node.function, nn.Module) and torch.float64 in {getattr(x, "dtype", None) for x in args}
             with RealArithmetic() if exact else nullcontext():
                 values[node] = node.function(*args, **kwargs)
     return values
 
 
-def map_nodes(function: Callable[[Node], Any], tree: Any) -> Any:
-    """Applies ``function`` to every Node in nested tuples, lists and dicts; leaves other leaves unchanged."""
-    if isinstance(tree, Node):
-        return function(tree)
-    if isinstance(tree, (tuple, list)):
-        mapped = [map_nodes(function, item) for item in tree]
-        if isinstance(tree, list):
-            return mapped
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
-    if isinstance(tree, dict):
-        return {key: map_nodes(function, item) for key, item in tree.items()}
-    return tree
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors and arrays in arguments, those that limit slices included."""
+    for leaf in leaves(tree):
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            yield torch.as_tensor(leaf)
+
+
+# Appends an operation to the network: (op, function, arguments, named arguments, shape) ↦ its node.
+Emit = Callable[..., Node]
+
+
+def rewritten(
+    graph: Graph, written: Callable[[Node, Emit, Callable[[Node], Node]], Node | None]
+) -> tuple[Graph, Callable[[Node], Node]]:
+    """The network with some operations replaced, and the map from its nodes to those that stand for them.
+
+    Args:
+        graph: the network.
+        written: (node, emit, map) ↦ the last operation of what replaces the node; None keeps it.
+    """
+    nodes: list[Node] = []
+    stands_for: dict[Node, Node] = {}
+
+    def replacement(node: Node) -> Node:
+        return stands_for.get(node, node)
+
+    for node in graph.nodes:
+
+        def emit(
+            op: Any, function: Any, args: Sequence[Any], kwargs: Any = None, shape: Any = None, like: Node = node
+        ) -> Node:
+            shape = like.shape if shape is None else tuple(shape)
+            nodes.append(Node(op, function, tuple(args), kwargs or {}, like.path, shape, like.dtype))
+            return nodes[-1]
+
+        instead = written(node, emit, replacement)
+        if instead is None:
+            instead = node
+            if any(operand in stands_for for operand in node.operands):
+                args, kwargs = node.arguments(replacement)
+                instead = replace(node, args=args, kwargs=kwargs)
+            nodes.append(instead)
+        if instead is not node:
+            stands_for[node] = instead
+    return Graph(graph.input, replacement(graph.output), tuple(nodes)), replacement

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipcert.graph._graph import Graph, Node, map_nodes, run
+from lipcert.graph._graph import Emit, Graph, Node, rewritten, run
 
 
 def needed(graph: Graph) -> Graph:
@@ -26,17 +26,13 @@ def needed(graph: Graph) -> Graph:
 
 def segment(graph: Graph, first: Node, last: Node) -> Graph:
     """The network from one cut to another: ``first`` is its input."""
-    leaf = Node("input", lambda: None, (), {}, "", first.shape, dtype=first.dtype)
 
-    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
-        if node is not first:
-            return None
-        nodes.append(leaf)
-        return leaf
+    def written(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
+        return emit("input", lambda: None, ()) if node is first else None
 
     between = graph.nodes[graph.nodes.index(first) : graph.nodes.index(last) + 1]
-    part = _rewritten(Graph(first, last, between), written)
-    return needed(Graph(leaf, part.output, part.nodes))
+    part, new = rewritten(Graph(first, last, between), written)
+    return needed(Graph(new(first), part.output, part.nodes))
 
 
 def explicit_attention(graph: Graph, device: torch.device | None = None) -> Graph:
@@ -45,13 +41,13 @@ def explicit_attention(graph: Graph, device: torch.device | None = None) -> Grap
     ``device`` is the device of the network, for causal masks; the CPU by default.
     """
 
-    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
+    def written(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
         if node.op != "scaled_dot_product_attention":
             return None
-        args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
-        return _written_out(node, nodes, device, *args, **kwargs)
+        args, kwargs = node.arguments(new)
+        return _written_out(node, emit, device, *args, **kwargs)
 
-    return _rewritten(graph, written)
+    return rewritten(graph, written)[0]
 
 
 def explicit_maxima(graph: Graph) -> Graph:
@@ -62,11 +58,7 @@ def explicit_maxima(graph: Graph) -> Graph:
     """
     relus: dict[tuple[Hashable, Hashable], tuple[Node, Node, Node]] = {}
 
-    def written(node: Node, nodes: list[Node], replacement: Callable[[Node], Node]) -> Node | None:
-        def emit(op: str, function: Any, *args: Node) -> Node:
-            nodes.append(Node(op, function, args, {}, node.path, node.shape, dtype=node.dtype))
-            return nodes[-1]
-
+    def written(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
         pair = _difference(node)
         if pair is None and not _compares(node):
             return None
@@ -75,16 +67,16 @@ def explicit_maxima(graph: Graph) -> Graph:
         if pair is None and key[::-1] in relus:
             key = key[::-1]
         if key not in relus:
-            a, b = replacement(first), replacement(second)
-            difference = emit("sub", operator.sub, a, b) if pair is None else replacement(node.operands[0])
-            relus[key] = a, b, emit("relu", torch.relu, difference)
+            a, b = new(first), new(second)
+            difference = emit("sub", operator.sub, (a, b)) if pair is None else new(node.operands[0])
+            relus[key] = a, b, emit("relu", torch.relu, (difference,))
         a, b, more = relus[key]
         if pair is not None:
             return more
         larger = node.op in ("max", "maximum")
-        return emit("add", operator.add, b, more) if larger else emit("sub", operator.sub, a, more)
+        return emit("add", operator.add, (b, more)) if larger else emit("sub", operator.sub, (a, more))
 
-    return _rewritten(graph, written)
+    return rewritten(graph, written)[0]
 
 
 def _compares(node: Node) -> bool:
@@ -118,35 +110,9 @@ def _difference(node: Node) -> tuple[Node, Node] | None:
     return pair if all(x.dtype == node.dtype for x in (sub, *pair)) else None
 
 
-def _rewritten(graph: Graph, written: Callable[[Node, list[Node], Callable[[Node], Node]], Node | None]) -> Graph:
-    """The network with some operations replaced.
-
-    ``written`` appends the replacement of a node to the list and returns its last operation; None keeps the node.
-    """
-    nodes: list[Node] = []
-    stands_for: dict[Node, Node] = {}
-
-    def replacement(node: Node) -> Node:
-        return stands_for.get(node, node)
-
-    for node in graph.nodes:
-        instead = written(node, nodes, replacement)
-        if instead is None:
-            instead = node
-            if any(operand in stands_for for operand in node.operands):
-                args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
-                instead = Node(
-                    node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
-                )
-            nodes.append(instead)
-        if instead is not node:
-            stands_for[node] = instead
-    return Graph(graph.input, replacement(graph.output), tuple(nodes))
-
-
 def _written_out(
     node: Node,
-    nodes: list[Node],
+    emit: Emit,
     device: torch.device | None,
     query: Any,
     key: Any,
@@ -157,19 +123,14 @@ def _written_out(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Node:
-    def emit(op: str, function: Any, args: tuple[Any, ...], shape: Sequence[int]) -> Node:
-        emitted = Node(op, function, args, {}, node.path, tuple(shape), dtype=node.dtype)
-        nodes.append(emitted)
-        return emitted
-
     if enable_gqa:  # a group of queries shares its keys and values
         key, value = (_repeated(x, query.shape[-3] // x.shape[-3], emit) for x in (key, value))
     width = query.shape[-1]
     scores = (*node.shape[:-1], key.shape[-2])
     factor = 1 / math.sqrt(width) if scale is None else scale
     keys = key.mT if isinstance(key, Tensor) else _transposed(key, emit)
-    product = emit("matmul", torch.matmul, (query, keys), scores)
-    logits = emit("mul", operator.mul, (product, factor), scores)
+    product = emit("matmul", torch.matmul, (query, keys), shape=scores)
+    logits = emit("mul", operator.mul, (product, factor), shape=scores)
     if is_causal:
         attn_mask = torch.ones(scores[-2:], dtype=torch.bool, device=device).tril()
     if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool:
@@ -183,25 +144,25 @@ def _written_out(
     if hidden is not None:  # a row of −∞ alone would be NaN after the softmax; its result is set to 0 below
         attn_mask = attn_mask.masked_fill(hidden, 0.0)
     if attn_mask is not None:
-        logits = emit("add", operator.add, (logits, attn_mask), scores)
-    weights = emit("softmax", torch.softmax, (logits, -1), scores)
+        logits = emit("add", operator.add, (logits, attn_mask), shape=scores)
+    weights = emit("softmax", torch.softmax, (logits, -1), shape=scores)
     if hidden is not None:  # the result of a query that sees no key is 0
-        weights = emit("mul", operator.mul, (weights, (~hidden).to(attn_mask.dtype)), scores)
-    return emit("matmul", torch.matmul, (weights, value), node.shape)
+        weights = emit("mul", operator.mul, (weights, (~hidden).to(attn_mask.dtype)), shape=scores)
+    return emit("matmul", torch.matmul, (weights, value))
 
 
-def _transposed(key: Node, emit: Callable[..., Node]) -> Node:
-    return emit("transpose", torch.transpose, (key, -2, -1), (*key.shape[:-2], key.shape[-1], key.shape[-2]))
+def _transposed(key: Node, emit: Emit) -> Node:
+    return emit("transpose", torch.transpose, (key, -2, -1), shape=(*key.shape[:-2], key.shape[-1], key.shape[-2]))
 
 
-def _repeated(x: Any, times: int, emit: Callable[..., Node]) -> Any:
+def _repeated(x: Any, times: int, emit: Emit) -> Any:
     """Repeats every key or value head for its group of queries."""
     if times == 1:
         return x
     if isinstance(x, Tensor):
         return x.repeat_interleave(times, -3)
     shape = (*x.shape[:-3], x.shape[-3] * times, *x.shape[-2:])
-    return emit("repeat_interleave", torch.repeat_interleave, (x, times, -3), shape)
+    return emit("repeat_interleave", torch.repeat_interleave, (x, times, -3), shape=shape)
 
 
 def cuts(graph: Graph) -> list[Node]:

@@ -42,7 +42,7 @@ from lipcert.errors import LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph
 from lipcert.graph._looks import Look, Step, close, differences, kernel_tolerance, same
 from lipcert.graph._passes import passed
-from lipcert.numerics import RealArithmetic, is_out_of_memory, matmul_precision, random_states, without_cudnn
+from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, matmul_precision, random_states, without_cudnn
 
 # Kernels whose result depends on values, in addition to those that torch tags as data dependent.
 # Some have a tagged overload; torch does not tag the overloads that write to ``out``.
@@ -151,8 +151,8 @@ class _Kernels(TorchDispatchMode):
             self.problem(f"{kernel}, which is not an operation on tensors")
             return kernel(*args, **kwargs)
         name = kernel.__name__.split(".")[0]
-        leaves = _leaves((*args, *kwargs.values()))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        given = list(leaves((args, kwargs)))
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
         touched = [tensor for tensor in tensors if tensor in self.dependent]
         if not all(map(self.dependent.is_new, touched)):
             self.problem(f"{name} of values that are kept from an earlier image")
@@ -172,11 +172,11 @@ class _Kernels(TorchDispatchMode):
             raise
         if chance is not None and chance != random_states():
             self.problem(f"{name}, which draws random numbers")
-        written = [leaf for leaf in _leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
+        written = [leaf for leaf in leaves(_written(kernel, args, kwargs)) if isinstance(leaf, Tensor)]
         if any(self.is_held(tensor) for tensor in written):
             self.problem(f"{name}, which writes to a parameter or buffer")
         if touched:
-            results = [leaf for leaf in _leaves(outcome) if isinstance(leaf, Tensor)]
+            results = [leaf for leaf in leaves(outcome) if isinstance(leaf, Tensor)]
             if any(tensor.layout != torch.strided for tensor in results):
                 self.problem(f"{name}, whose result is not a dense tensor")
             for tensor in (*results, *written):
@@ -184,7 +184,7 @@ class _Kernels(TorchDispatchMode):
             sizes = tuple(tuple(t.shape) if t.layout == torch.strided else () for t in (*tensors, *results))
             if not self.widening:
                 step.types = frozenset(t.dtype for t in (*touched, *results, *written) if t.is_floating_point())
-            step.form = (sizes, tuple(_number(leaf) for leaf in leaves if _counts(leaf)))
+            step.form = (sizes, tuple(_number(leaf) for leaf in given if _counts(leaf)))
             self.look.steps.append(step)
         elif any(tensor.layout == torch.strided and tensor in self.weights for tensor in tensors):
             return self.computed(outcome, tensors, written)
@@ -213,11 +213,6 @@ class _Functions(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         finally:
             self.kernels.widening = False
-
-
-def _leaves(tree: Any) -> list[Any]:
-    """What stands in the lists and tuples of a kernel's arguments or results."""
-    return [leaf for part in tree for leaf in _leaves(part)] if isinstance(tree, (list, tuple)) else [tree]
 
 
 def _reads(kernel: Any, name: str, args: tuple[Any, ...], touched: list[Tensor]) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lipcert.numerics._trees import leaves, mapped
+
 _NAMED_AFTER_TYPES = {Tensor.float: torch.float32, Tensor.half: torch.float16, Tensor.bfloat16: torch.bfloat16}
 _SAME_BITS = ("view", "view.dtype", "view_copy", "view_copy.dtype")  # with a type, these do not cast
 
@@ -88,19 +90,8 @@ def _writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _types(tree: Any) -> Iterator[torch.dtype]:
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _types(item)
-    elif isinstance(tree, dict):
-        yield from _types(list(tree.values()))
-    elif isinstance(dtype := getattr(tree, "dtype", None), torch.dtype):
-        yield dtype
+    return (leaf.dtype for leaf in leaves(tree) if isinstance(getattr(leaf, "dtype", None), torch.dtype))
 
 
 def _widened(tree: Any) -> Any:
-    if isinstance(tree, (tuple, list)):
-        mapped = [_widened(item) for item in tree]
-        return mapped if isinstance(tree, list) else tuple(mapped)
-    if isinstance(tree, dict):
-        return {key: _widened(item) for key, item in tree.items()}
-    return tree.double() if _floating(getattr(tree, "dtype", None)) else tree
+    return mapped(lambda leaf: leaf.double() if _floating(getattr(leaf, "dtype", None)) else leaf, tree)

@@ -45,9 +45,9 @@ from lipcert.bounds import (
     rule_for,
 )
 from lipcert.errors import UnsupportedCode, first_line
-from lipcert.graph import MADE, PIECES, UNKNOWN, Graph, Node, capture, map_nodes, unchecked
+from lipcert.graph import MADE, PIECES, UNKNOWN, Graph, Node, capture, unchecked
 from lipcert.model import Model
-from lipcert.numerics import OWN_ROUNDING, REAL, ConstantErrors, Format, RealArithmetic, at_most
+from lipcert.numerics import OWN_ROUNDING, REAL, ConstantErrors, Format, RealArithmetic, at_most, mapped
 
 # Functions whose results are the numbers of their arguments, or whole numbers.
 _EXACTLY_MADE = frozenset(("zeros", "ones", "full", "tensor", "as_tensor", "eye", "zeros_like", "ones_like",
@@ -280,7 +280,7 @@ class _Bounding:
         else:
             widest = float(most.amax()) * OWN_ROUNDING
             box = Value(tuple(x.shape), 1, magnitude=widest, floor=float((x - error).amin()))
-            args, kwargs = map_nodes(lambda _: box, (call.args, dict(call.kwargs)))
+            args, kwargs = call.arguments(lambda _: box)
             lip = float(global_value(call, args, kwargs).lip)
             alone = node.op in _ENTRYWISE and x.shape == call.shape
             carried = lip * error if alone else torch.full_like(local[0], lip * float(reach))
@@ -334,12 +334,8 @@ def _filled(node: Node, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[st
     """The arguments of an operation with others in place of its tensors and nodes, in order."""
     remaining = iter(leaves)
 
-    def filled(tree: Any) -> Any:
-        if isinstance(tree, (Node, Tensor)):
-            return next(remaining)
-        if isinstance(tree, (tuple, list)):
-            items = [filled(item) for item in tree]
-            return items if isinstance(tree, list) else tuple(items)
-        return tree
+    def filled(leaf: Any) -> Any:
+        return next(remaining) if isinstance(leaf, (Node, Tensor)) else leaf
 
-    return filled(node.args), {name: filled(argument) for name, argument in node.kwargs.items()}
+    args, kwargs = mapped(filled, (node.args, dict(node.kwargs)))
+    return args, kwargs

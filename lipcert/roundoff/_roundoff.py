@@ -43,7 +43,7 @@ from lipcert.bounds import (
     schur_bounds,
 )
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import PIECES, Graph, Node, evaluate, explicit_attention, map_nodes, needed, tensors_in
+from lipcert.graph import PIECES, Graph, Node, evaluate, explicit_attention, needed
 from lipcert.model import Model
 from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Format, Number, at_most, l2_norm
 from lipcert.roundoff._constants import deployed_graph
@@ -88,7 +88,7 @@ class Gains:
                 if node is graph.input or passes(node):
                     continue
                 try:
-                    constants = [x for x in tensors_in((node.args, dict(node.kwargs))) if x.is_floating_point()]
+                    constants = [x for x in node.tensors if x.is_floating_point()]
                     kind = node.dtype
                     if kind is not None and (kind != torch.float64 if fmt == REAL else not kind.is_floating_point):
                         raise NoAnswer(f"a result in {kind}")
@@ -174,7 +174,7 @@ class Gains:
         def value_of(u: Node) -> Value:
             return self.widened(u, 1 if u is operand else 0)
 
-        args, kwargs = map_nodes(value_of, (node.args, dict(node.kwargs)))
+        args, kwargs = node.arguments(value_of)
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,43 +44,40 @@ from torch import Tensor
 from lipcert.bounds._registry import rule_for
 from lipcert.bounds.forms._finder import Finder
 from lipcert.bounds.forms._patterns import Match
-from lipcert.graph import Graph, Node, close, map_nodes, needed
+from lipcert.graph import Emit, Graph, Node, close, needed, rewritten
 
 _ROUNDS = 4  # one match can be an operation of another
 
 
 def canonical_forms(graph: Graph, question: str, images: Sequence[Tensor]) -> Graph:
     """The network with every recognised group of operations replaced by one; the same network if there is none."""
-    graph = rewritten = needed(graph)
+    graph = found = needed(graph)
     names: list[str] = []
     for _ in range(_ROUNDS):
-        rewritten, added = _rewritten(rewritten, question, images[0].device if images else torch.device("cpu"))
+        found, added = _matched(found, question, images[0].device if images else torch.device("cpu"))
         if not added:
             break
         names += added
     tolerance = 1e-10 if graph.input.dtype == torch.float64 else 1e-4
     with torch.no_grad():
-        if not names or not all(close(rewritten.replay(image), graph.replay(image), tolerance) for image in images):
+        if not names or not all(close(found.replay(image), graph.replay(image), tolerance) for image in images):
             return graph
-    return replace(rewritten, forms=tuple(names))
+    return replace(found, forms=tuple(names))
 
 
-def _rewritten(graph: Graph, question: str, device: torch.device) -> tuple[Graph, list[str]]:
+def _matched(graph: Graph, question: str, device: torch.device) -> tuple[Graph, list[str]]:
     """Replaces the matches whose intermediate values are not read elsewhere; returns the graph and their names."""
     choices: dict[Node, list[Match]] = {}
     for match in Finder(graph, device).matches():
         if getattr(rule_for(match.name), question, None) is not None:
             choices.setdefault(match.node, []).append(match)
     while choices:
-        rewritten, replacement = _replaced(graph, {node: matches[0] for node, matches in choices.items()})
-        remaining = set(rewritten.nodes)
-        open_ = [
-            node
-            for node, matches in choices.items()
-            if any(replacement(part) in remaining for part in matches[0].inside)
-        ]
+        replaced, new = rewritten(graph, partial(_built, choices))
+        replaced = needed(replaced)
+        remaining = set(replaced.nodes)
+        open_ = [node for node, matches in choices.items() if any(new(part) in remaining for part in matches[0].inside)]
         if not open_:
-            return rewritten, [f"{_name(matches[0].name)} at {node.path}" for node, matches in choices.items()]
+            return replaced, [f"{_name(matches[0].name)} at {node.path}" for node, matches in choices.items()]
         for node in open_:
             choices[node].pop(0)
         choices = {node: matches for node, matches in choices.items() if matches}
@@ -90,28 +88,7 @@ def _name(key: Any) -> str:
     return key if isinstance(key, str) else key.__name__
 
 
-def _replaced(graph: Graph, matches: dict[Node, Match]) -> tuple[Graph, Callable[[Node], Node]]:
-    """The network with the single operation in place of each match, and the map from old nodes to new ones."""
-    stands_for: dict[Node, Node] = {}
-    nodes: list[Node] = []
-
-    def replacement(node: Node) -> Node:
-        return stands_for.get(node, node)
-
-    for node in graph.nodes:
-        if node in matches:
-
-            def emit(op: Any, function: Any, args: Any, kwargs: Any, shape: Any, like: Node = node) -> Node:
-                nodes.append(Node(op, function, args, kwargs, like.path, tuple(shape), dtype=like.dtype))
-                return nodes[-1]
-
-            stands_for[node] = matches[node].build(emit, [replacement(read) for read in matches[node].reads])
-        elif any(operand in stands_for for operand in node.operands):
-            args, kwargs = map_nodes(replacement, (node.args, dict(node.kwargs)))
-            stands_for[node] = Node(
-                node.op, node.function, args, kwargs, node.path, node.shape, node.inner, node.result, node.dtype
-            )
-            nodes.append(stands_for[node])
-        else:
-            nodes.append(node)
-    return needed(Graph(graph.input, replacement(graph.output), tuple(nodes))), replacement
+def _built(choices: dict[Node, list[Match]], node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
+    """The single operation in place of a node's first match."""
+    match = choices[node][0] if node in choices else None
+    return None if match is None else match.build(emit, [new(read) for read in match.reads])

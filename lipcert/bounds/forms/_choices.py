@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds.forms._facts import Polynomial, number_of
-from lipcert.bounds.forms._patterns import Emit, Match
-from lipcert.graph import Node
+from lipcert.bounds.forms._patterns import Match
+from lipcert.graph import Emit, Node
 
 COMPARED = {"gt": 1, "ge": 1, "lt": -1, "le": -1, "greater": 1, "greater_equal": 1, "less": -1, "less_equal": -1}
 # A line (constant, slope).

@@ -33,7 +33,6 @@ from lipcert.bounds.forms._facts import (
     times,
 )
 from lipcert.bounds.forms._patterns import (
-    Emit,
     Match,
     arguments_by_name,
     attention,
@@ -44,7 +43,7 @@ from lipcert.bounds.forms._patterns import (
     unshifted,
 )
 from lipcert.bounds.forms._reflections import reflected
-from lipcert.graph import Graph, Node
+from lipcert.graph import Emit, Graph, Node
 from lipcert.surgery import RmsLayerProject
 
 _FACTS = 6  # the largest number of facts kept for a value

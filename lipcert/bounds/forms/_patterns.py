@@ -12,11 +12,8 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds.forms._facts import number_of, rounded_down
-from lipcert.graph import Node
+from lipcert.graph import Emit, Node
 from lipcert.surgery import MaxMin
-
-# Adds an operation: (name, function, arguments, named arguments, shape) ↦ its node.
-Emit = Callable[..., Node]
 
 
 @dataclass(frozen=True)

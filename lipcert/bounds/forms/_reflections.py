@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lipcert.bounds.forms._choices import COMPARED, parts_of_choice
 from lipcert.bounds.forms._facts import number_of
-from lipcert.bounds.forms._patterns import Emit, Match, half_of, plain
-from lipcert.graph import Node
+from lipcert.bounds.forms._patterns import Match, half_of, plain
+from lipcert.graph import Emit, Node
 
 # By how many roundings of their type sines and cosines may miss the identities between them.
 _ROUNDINGS = 16

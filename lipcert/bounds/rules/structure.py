@@ -20,7 +20,7 @@ from lipcert.bounds._rounding import Operand, exact, zeros
 from lipcert.bounds._value import Padded, Scale, Value
 from lipcert.graph import PIECES, Node
 from lipcert.norms import Geometry
-from lipcert.numerics import Format, Upper, root_sum_squares
+from lipcert.numerics import Format, Upper, leaves, mapped, root_sum_squares
 
 
 @rule("identity", linear=True, schur=MOVED)
@@ -167,7 +167,7 @@ def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
 def _selection(operation: Any) -> Any:
     def answer(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
         """Selects entries: norm √m if an entry is selected at most m times, counted by running the selection."""
-        if any(isinstance(a, Value) for a in _leaves((args, kwargs))):
+        if any(isinstance(a, Value) for a in leaves((args, kwargs))):
             raise NoAnswer("the positions depend on the image")
         numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
         picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
@@ -183,27 +183,15 @@ def _selection(operation: Any) -> Any:
     return answer
 
 
-def _leaves(tree: Any) -> list[Any]:
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    return [leaf for item in tree for leaf in _leaves(item)] if isinstance(tree, (tuple, list)) else [tree]
-
-
 def _to_cpu(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.cpu()
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_to_cpu(item) for item in tree)
-    return {k: _to_cpu(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+    return mapped(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _to_meta(index: Any) -> Any:
+def _to_meta(leaf: Any) -> Any:
     """An index for a tensor on the meta device."""
-    if isinstance(index, tuple):
-        return tuple(_to_meta(item) for item in index)
-    if isinstance(index, Tensor) and index.dtype == torch.bool:
+    if isinstance(leaf, Tensor) and leaf.dtype == torch.bool:
         raise NoAnswer("positions given by a mask")
-    return index.to("meta") if isinstance(index, Tensor) else index
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _keeps_rows(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> bool:
@@ -328,20 +316,16 @@ def _written_once(node: Node) -> bool:
 def check_written_once(shape: tuple[int, ...], index: Any) -> None:
     """Checks that an assignment writes to no position twice: torch does not define which of the values is kept."""
     # Indexing the entries' numbers with the same index gives the positions that are written to.
-    places = torch.arange(math.prod(shape)).reshape(shape)[_constant_index(index)].flatten()
+    places = torch.arange(math.prod(shape)).reshape(shape)[mapped(_constant, index)].flatten()
     if len(places) != len(places.unique()):
         raise NoAnswer("positions that are written to twice")
 
 
-def _constant_index(index: Any) -> Any:
-    """An index that does not depend on the image, on the CPU."""
-    if isinstance(index, (tuple, list)):
-        return type(index)(map(_constant_index, index))
-    if isinstance(index, Tensor):
-        return index.cpu()
-    if isinstance(index, (int, slice, type(None), type(Ellipsis))):
-        return index
-    raise NoAnswer("the positions depend on the image")
+def _constant(leaf: Any) -> Any:
+    """Part of an index that does not depend on the image, on the CPU."""
+    if not isinstance(leaf, (Tensor, int, slice, type(None), type(Ellipsis))):
+        raise NoAnswer("the positions depend on the image")
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
 @rule("setitem", linear=_written_once, schur=MOVED)
@@ -354,7 +338,7 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     if not isinstance(value, Value):
         value = Value.constant(torch.as_tensor(value, dtype=torch.float64))
     # On the meta device indexing computes the shape only.
-    places = torch.empty(x.shape, device="meta")[_to_meta(index)].numel()
+    places = torch.empty(x.shape, device="meta")[mapped(_to_meta, index)].numel()
     copies = Upper(-(-places // max(1, math.prod(value.shape)))).sqrt()
     floor = min(x.lowest, value.lowest)
     magnitude = max(x.magnitude, value.magnitude)
