@@ -56,6 +56,7 @@ def options(
 
 def main() -> None:
     """Entry point of the installed command."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the core to other processes
     open_streams()
     try:
         app(prog_name="lipcert")
