@@ -1,6 +1,5 @@
 """``lipcert certify``: a certificate for every image of a data set, for one model or several."""
 
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ from ._options import (
     Labels,
     Limit,
     ModelNames,
+    TimeBudget,
     Weights,
     options_of,
     out,
@@ -69,10 +69,7 @@ def certify(
             show_default=False,
         ),
     ] = None,
-    time_budget: Annotated[
-        str | None,
-        typer.Option(help="Stop after about this time, such as 10m; rerun to continue.", show_default=False),
-    ] = None,
+    time_budget: TimeBudget = None,
     out: out(  # type: ignore[valid-type]
         "Rows, one JSON line per image; rerun to continue: MODEL.certified.jsonl. A folder for several models."
     ) = None,
@@ -96,7 +93,7 @@ def certify(
     if no_out and out is not None:
         raise InputError("--out and --no-out contradict each other; give one of them")
     part = None if shard is None else parse_shard(shard)
-    until = time.monotonic() + (math.inf if time_budget is None else parse_duration(time_budget))
+    until = time.monotonic() + parse_duration(time_budget)
     size = None if memory is None else parse_memory(memory)
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
     several_models = models_file is not None or len(names) > 1

@@ -2,11 +2,14 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
 
 from lipcert.errors import Interrupted
 from lipcert.inputs.preprocessing import Preprocessing
@@ -16,6 +19,7 @@ from ._advice import Status, advise
 from ._errors import one_line_errors
 from ._options import AsJson, Classes, Data, Device, Force, Labels, Limit, ModelName, Weights, options_of, out
 from ._output import check_out, default_name
+from ._parse import parse_duration
 from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
 
 if TYPE_CHECKING:
@@ -40,12 +44,17 @@ def constrain(
     labels: Labels = None,
     limit: Limit = None,
     device: Device = "auto",
+    time_budget: Annotated[
+        str | None,
+        typer.Option(help="Begin no layer after this time, such as 10m; others stay unchanged.", show_default=False),
+    ] = None,
     out: out("Output file: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Lower the norms of the layers and preserve their outputs on images; holds out every fifth image."""
     asked, asked_pixels, asked_weights = settings(), pixels(), weights()
+    until = time.time() + parse_duration(time_budget)
     start()
     from lipcert.certvit import constrain as constrain_model
     from lipcert.inputs.artifact import save
@@ -70,7 +79,7 @@ def constrain(
             with _phases() as show:
                 origin = {"data": data or "bundled", "limit": limit, "batch_size": batch}
                 batches = _Batches(images, processes, batch)
-                constrain_model(loaded, batches, origin=origin, progress=show, **vars(asked))
+                constrain_model(loaded, batches, origin=origin, progress=show, until=until, **vars(asked))
         except KeyboardInterrupt as stop:
             raise Interrupted("interrupted; nothing was written") from stop
         report = cast("ConstraintReport", loaded.constraint)

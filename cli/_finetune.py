@@ -1,6 +1,7 @@
 """``lipcert finetune``: trains a model for larger certified radii and writes it to an artifact."""
 
 import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -22,11 +23,13 @@ from ._options import (
     Labels,
     Limit,
     ModelName,
+    TimeBudget,
     Weights,
     choice,
     options_of,
     out,
 )
+from ._parse import parse_duration
 from ._print import start
 
 _IMAGES = "Options of the training images"
@@ -63,6 +66,7 @@ def finetune(
     batch_size: Annotated[int | None, typer.Option(help="Images per batch; 64, or that of the recipe.")] = None,
     limit: Limit = None,
     device: Device = "auto",
+    time_budget: TimeBudget = None,
     augment: Annotated[
         bool,
         typer.Option(help="Crop the images at random and flip them horizontally.", rich_help_panel=_IMAGES),
@@ -121,6 +125,7 @@ def finetune(
         raise InputError(f"--mix-ratio must be between 0 and 1, got {mix_ratio}")
     if validate and (validate < 0 or given.get("ema") is not None):
         raise InputError("--validate takes a number of images, and no --ema: it keeps the weights of one epoch")
+    until = time.time() + parse_duration(time_budget)
     start()
     from . import _finetuning
 
@@ -142,6 +147,7 @@ def finetune(
         },
         lists={"classes": classes, "labels": labels},
         validate=validate,
+        until=until,
         log=log,
         out=out,
         force=force,

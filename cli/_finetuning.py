@@ -85,6 +85,7 @@ def run(
     *,
     lists: Mapping[str, Any],
     validate: int | None,
+    until: float,
     log: Path | None,
     out: Path | None,
     force: bool,
@@ -164,12 +165,16 @@ def run(
                     origin={**asdict(of), **({"validate": validate} if validate else {})},
                     checkpoint=unfinished,
                     progress=finished,
+                    until=until,
                     **settings,
                 )
             except KeyboardInterrupt as error:
                 outcome = f"rerun to continue from {unfinished}" if unfinished.exists() else "no epoch was finished"
                 raise Interrupted(f"interrupted; {outcome}") from error
-        if validation is not None:
+        stopped = loaded.recipe[-1].get("stopped_after")
+        if stopped is not None:
+            say(f"time: stopped after {stopped} of {asked.epochs} epochs; the same command continues")
+        if validation is not None and validation.epoch:
             validation.restore()
         with progress("measuring accuracy") as update:
             after = _accuracy(loaded, sample, processes, asked, update)
@@ -179,8 +184,9 @@ def run(
         if processes.first:
             with busy(f"writing {path}"):
                 save(loaded, path, facts=facts, force=force)
-            unfinished.unlink(missing_ok=True)
-            best.unlink(missing_ok=True)
+            if stopped is None:
+                unfinished.unlink(missing_ok=True)
+                best.unlink(missing_ok=True)
         if as_json:
             accuracy = {"before": before[0] / before[1], "after": after[0] / after[1]}
             measured = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
@@ -206,7 +212,7 @@ def run(
                 ),
                 *(
                     []
-                    if validation is None
+                    if validation is None or not validation.epoch
                     else [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images")]
                 ),
                 ("written", str(path)),

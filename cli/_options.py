@@ -47,6 +47,10 @@ Denoiser = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+TimeBudget = Annotated[
+    str | None,
+    typer.Option(help="Stop after about this time, such as 10m; the same command continues.", show_default=False),
+]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.", rich_help_panel=OUTPUT)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.", rich_help_panel=OUTPUT)]
 Device = Annotated[

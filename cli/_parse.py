@@ -16,8 +16,10 @@ def parse_shard(text: str) -> tuple[int, int]:
     raise InputError(f"--shard takes a part and the number of parts, such as 2/5, got {text!r}")
 
 
-def parse_duration(text: str) -> float:
-    """Seconds: ``90``, ``90s``, ``10m`` or ``1.5h``."""
+def parse_duration(text: str | None) -> float:
+    """Seconds: ``90``, ``90s``, ``10m`` or ``1.5h``; ∞ for None."""
+    if text is None:
+        return math.inf
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1.0)

@@ -1,8 +1,10 @@
 """Constraining a whole network: the report against plain recomputation, atomicity, bad input, and the command."""
 
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -293,6 +295,20 @@ def test_a_layer_that_fails_is_reported_and_left_alone():
     assert any("dead: unchanged (spectral)" in line and "are zero" in line for line in dead.shortfalls)
     with pytest.raises(InputError, match="none of 1 layers could be constrained; dead: unchanged"):
         lipcert.constrain(model, pictures(10, 8), 0.2, layers=["dead"])
+
+
+def test_no_layer_is_begun_after_the_time(monkeypatch, folder):
+    clock = itertools.count()
+    monkeypatch.setattr("lipcert.certvit.tasks.time", SimpleNamespace(time=lambda: next(clock)))
+    model = lipcert.constrain(vit(), torch.rand(10, 3, 32, 32), 0.1, until=1.5)
+    statuses = [layer.status for layer in model.constraint.layers]
+    assert statuses.count("failed") == len(statuses) - 2
+    assert any("unchanged (spectral): no time was left" in remark for remark in model.constraint.remarks)
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    message = refused("model.lipcert.safetensors", "--data", "images", "--time-budget", "0.001s")
+    assert message.startswith("lipcert: none of ")
+    assert message.endswith("no time was left")
 
 
 def test_a_weight_of_zeros_and_an_error_below_the_precision():

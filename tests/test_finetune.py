@@ -1094,3 +1094,16 @@ def test_batches_are_shuffled_augmented_and_in_range(folder, monkeypatch) -> Non
 def test_the_command_lists_all_losses_and_training_has_them() -> None:
     assert set(LOSSES) == set(_losses.BY_NAME)
     assert all(loss in run("--help").stdout for loss in LOSSES)
+
+
+def test_a_time_budget_ends_training_and_the_same_command_continues(folder) -> None:
+    """Within the first epoch, then after it; the weights of each time are written."""
+    out, checkpoint = (folder / f"small.finetuned.lipcert.safetensors{end}" for end in ("", ".checkpoint"))
+    result = run("small.lipcert.safetensors", *SHORT, "--time-budget", "0.001s")
+    assert "time: stopped after 0 of 2 epochs; the same command continues" in result.stderr
+    assert lipcert.load(out).recipe[-1]["stopped_after"] == 0
+    assert checkpoint.exists()
+    result = run("small.lipcert.safetensors", *SHORT, "--time-budget", "1h")
+    assert "time:" not in result.stderr
+    assert "stopped_after" not in lipcert.load(out).recipe[-1]
+    assert not checkpoint.exists()

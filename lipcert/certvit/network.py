@@ -48,6 +48,7 @@ def constrain(
     held_out: Loader | None = None,
     origin: Mapping[str, Any] | None = None,
     progress: LayerProgress | None = None,
+    until: float = math.inf,
     **settings: Any,
 ) -> Model:
     """Lowers the norms of the Linear and Conv2d layers of a model, and keeps their outputs on images.
@@ -69,6 +70,7 @@ def constrain(
         held_out: images for errors, accuracy and agreement, as ``loader``; None holds out every fifth image.
         origin: a description of the images, as values for JSON; the recipe records it.
         progress: called as ``progress(what, done, total)``, with total None if unknown.
+        until: the time, as ``time.time()``, after which no layer is begun; those that are left stay unchanged.
         **settings: the other fields of :class:`lipcert.certvit.ConstrainSettings`.
 
     Returns:
@@ -102,7 +104,7 @@ def constrain(
             for path in list(group):
                 parts = group.pop(path)
                 facts[path] = _Facts.of(parts, chosen[path], asked)
-                yield _task(path, chosen[path], norms[path], parts, methods, facts[path].error, asked)
+                yield _task(path, chosen[path], norms[path], parts, methods, facts[path].error, asked, until)
                 del parts
         bound_before = _log10_bound(model, lambda *step: report(f"{step[2]} before", *step[:2]), notes)
 
@@ -231,12 +233,13 @@ def _task(
     methods: tuple[str, ...],
     error: float,
     asked: ConstrainSettings,
+    until: float,
 ) -> Task:
     options: dict[str, Any] = {"error": error, "norm": norm, **asked.solver_options()}
     weight = layer.weight.detach().cpu()
     if asked.engine == "faithful":
-        return Task(path, weight, parts, options, _constrain_faithfully)
-    return Task(path, weight, parts[0], {**options, "measures": methods})
+        return Task(path, weight, parts, options, _constrain_faithfully, until)
+    return Task(path, weight, parts[0], {**options, "measures": methods}, until=until)
 
 
 def _constrain_faithfully(

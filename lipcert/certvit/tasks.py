@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +30,7 @@ class Task:
         data: the second argument of ``solver``: moments, or those of mini-batches for the faithful engine.
         options: keyword arguments for ``solver``.
         solver: a module-level function, called as ``solver(weight, data, **options)``.
+        until: the time, as ``time.time()``, after which it is not begun.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Task:
     data: Any
     options: Mapping[str, Any] = field(default_factory=dict)
     solver: Callable[..., dict[str, Solution]] = constrain_layer
+    until: float = math.inf
 
 
 @dataclass
@@ -103,6 +107,8 @@ def _on_workers(
 
 
 def _solve(task: Task, device: str | torch.device) -> Outcome:
+    if time.time() > task.until:
+        return Failure("no time was left")
     try:
         solutions = task.solver(task.weight.detach().to(device), task.data, **task.options)
     except Exception as error:

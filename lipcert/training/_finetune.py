@@ -63,6 +63,7 @@ def finetune(
     checkpoint: str | os.PathLike[str] | None = None,
     origin: Mapping[str, Any] | None = None,
     progress: Callable[[Epoch], None] | None = None,
+    until: float = math.inf,
     **settings: Any,
 ) -> Model:
     """Trains a model, in place, for larger certified radii.
@@ -97,6 +98,9 @@ def finetune(
         origin: a description of the loader, such as the data set and the batch size, as values for JSON. The recipe
             records it, and a checkpoint with another description is refused.
         progress: called after each epoch, and again for the last finished epoch when a run resumes.
+        until: the time, as ``time.time()``, after which training stops, by when the model has the weights of that time.
+            With a checkpoint the same call continues. Batches of several processes differ in time, and so they stop
+            after an epoch.
         **settings: the other fields of :class:`lipcert.training.FinetuneSettings`.
 
     Returns:
@@ -155,11 +159,13 @@ def finetune(
         if fitted is not None and progress is not None:
             progress(fitted)
         while fitted is None and run.finished < asked.epochs:
-            done = run.epoch(save if processes.count == 1 else lambda: None)
+            done = run.epoch(save, until) if processes.count == 1 else run.epoch()
             good = _copy(model.state_dict())
             save()
-            if progress is not None:
+            if done is not None and progress is not None:
                 progress(done)
+            if any(processes.gather(time.time() > until)):
+                break
     except BaseException:
         model.load_state_dict(good)
         raise
@@ -170,6 +176,8 @@ def finetune(
     if run.average is not None:
         model.load_state_dict(run.average.module.state_dict())
     model.recipe.append({"step": "finetune", **asked.described(), "seed": seed, **taught, **(origin or {})})
+    if run.finished < asked.epochs and fitted is None:
+        model.recipe[-1]["stopped_after"] = run.finished
     return model
 
 
@@ -294,8 +302,11 @@ class _Run:
         decay = 0.0 if self.asked.optimizer == "adam" else _WEIGHT_DECAY
         return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=decay)
 
-    def epoch(self, save: Callable[[], None] = lambda: None) -> Epoch:
-        """Trains on all batches of the loader once, or on those that a restored state leaves; ``save`` keeps states."""
+    def epoch(self, save: Callable[[], None] = lambda: None, until: float = math.inf) -> Epoch | None:
+        """Trains on all batches of the loader once, or on those that a restored state leaves; ``save`` keeps states.
+
+        None if it is stopped within the epoch, as the time is up.
+        """
         started = saved = time.perf_counter()
         restored, now = self.sums.batches, torch.get_rng_state()
         if restored:
@@ -321,6 +332,8 @@ class _Run:
             if sums.images:
                 self._update()
                 last_eps = eps
+            if time.time() > until:
+                return None
             if time.perf_counter() - saved > _PAUSE:
                 save()
                 saved = time.perf_counter()
