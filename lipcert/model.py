@@ -6,8 +6,8 @@ import functools
 import math
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -99,6 +99,18 @@ def evaluated(net: nn.Module) -> nn.Module:
         return net.eval()
     except NotImplementedError as error:
         raise InputError("the module is an exported program; give the module that it was exported from") from error
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Sets evaluation mode during the block, and restores the mode of every module afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 _ALONE = threading.RLock()

@@ -27,7 +27,9 @@ def test_eta_is_the_tolerance_of_equation_10():
     weight = normal(WIDTH, WIDTH, seed=1) / WIDTH**0.5
     blocks = [x[:60], x[60:]]
     eta = 0.01 * float((x @ weight.mT).square().sum()) / len(x)
-    found = constrain_blockwise(weight, blocks, eta=eta, iterations=50, projection_epochs=500)
+    found = constrain_blockwise(
+        weight, list(map(Moments.from_rows, blocks)), eta=eta, iterations=50, projection_epochs=500
+    )
     for block in blocks:
         assert float(((found.weight - weight) @ block.mT).square().sum()) <= len(block) * eta * 1.01
     assert found.error_asked == pytest.approx(0.1, rel=1e-9)
@@ -228,5 +230,5 @@ def test_beta_is_the_threshold_of_the_paper(monkeypatch):
     lipcert.constrain(digits_like(), pictures(40), engine="faithful", beta=0.05, mini_batches=7)
     assert seen == [(7, 32, 0.05)] * 2
     x, weight = normal(60, WIDTH), normal(4, WIDTH, seed=1)
-    found = constrain_blockwise(weight, [x], 0.1, beta=0.4, iterations=1, point="sparse")
+    found = constrain_blockwise(weight, [Moments.from_rows(x)], 0.1, beta=0.4, iterations=1, point="sparse")
     assert torch.equal(found.weight == 0, weight.abs() <= 0.4)

@@ -41,11 +41,11 @@ from torch import Tensor, nn
 
 from lipcert.certvit import Solution
 from lipcert.certvit._measures import MEASURES
-from lipcert.certvit.moments import evaluating, watching
+from lipcert.certvit.moments import watching
 from lipcert.certvit.solve import _gap, _Inputs, _minimise, _Point, _Problem, _rounded, _Start
 from lipcert.errors import LipcertError
 from lipcert.graph import Graph, Node, capture
-from lipcert.model import Model
+from lipcert.model import Model, evaluating
 from lipcert.norms import dense_norm
 
 _EACH = 10  # iterations for each ellipsoid, until they are too few

@@ -33,28 +33,24 @@ FAITHFUL = "l1, block-iterative"
 
 @dataclass(frozen=True)
 class _Constraint:
-    """c(V) = Σ_t ‖V x_t − y_t‖² − bound over one mini-batch, from raw rows (T, M) or their moments (M, M).
+    """c(V) = Σ_t ‖V x_t − y_t‖² − bound over one mini-batch, from the moments (M, M) of its rows.
 
     This is equation 12 with the gradient of equation 13, ∇c = 2 Σ_t (V x_t − y_t) x_tᵀ, so that the outputs y_t = W_pre
     x_t of the layer are kept, and not only what an activation after it makes of them.
     """
 
-    data: Tensor
-    raw: bool
+    second: Tensor
     bound: float
 
     def excess(self, change: Tensor) -> tuple[float, Tensor]:
         """c and ∇c at V = W_pre + change."""
-        if self.raw:
-            outputs = change @ self.data.mT
-            return float(outputs.square().sum()) - self.bound, 2 * outputs @ self.data
-        weighted = change @ self.data
+        weighted = change @ self.second
         return float((weighted * change).sum()) - self.bound, 2 * weighted
 
 
 def constrain_blockwise(
     weight: Tensor,
-    blocks: Sequence[Tensor | Moments],
+    blocks: Sequence[Moments],
     error: float = 1e-2,
     *,
     eta: float | None = None,
@@ -126,18 +122,13 @@ def constrain_blockwise(
     )
 
 
-def _constraint(pre: Tensor, block: Tensor | Moments, error: float, eta: float | None) -> tuple[_Constraint, float]:
+def _constraint(pre: Tensor, block: Moments, error: float, eta: float | None) -> tuple[_Constraint, float]:
     """The constraint of a mini-batch, and Σ_t ‖W_pre x_t‖² over it."""
-    rows, data = (block.rows, block.second[0]) if isinstance(block, Moments) else (len(block), block)
-    data = data.to(pre)
-    if data.dim() != 2 or data.shape[1] != pre.shape[1] or (isinstance(block, Moments) and block.groups > 1):
-        raise InputError(f"a mini-batch of shape {tuple(data.shape)} does not fit a weight of {tuple(pre.shape)}")
-    if not torch.isfinite(data).all():
-        raise InputError("the activations are NaN or infinite; check the weights and the images")
-    unbounded = _Constraint(data, not isinstance(block, Moments), 0.0)
-    energy = max(0.0, unbounded.excess(pre)[0])
-    bound = error * error * energy if eta is None else eta * rows * bool(energy)
-    return _Constraint(data, unbounded.raw, bound), energy
+    if block.groups > 1 or block.width != pre.shape[1]:
+        raise InputError(f"a mini-batch of {block.width} inputs does not fit a weight of {tuple(pre.shape)}")
+    energy = block.energy(pre)
+    bound = error * error * energy if eta is None else eta * block.rows * bool(energy)
+    return _Constraint(block.second[0].to(pre), bound), energy
 
 
 def project_blockwise(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lipcert.certvit.moments import Holder, evaluating
+from lipcert.certvit.moments import Holder
 from lipcert.errors import InputError
-from lipcert.model import Model
+from lipcert.model import Model, evaluating
 from lipcert.norms import Geometry, Operator, dense_norm
 from lipcert.surgery import L2Attention
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lipcert.errors import InputError
 from lipcert.inputs.processes import Processes
+from lipcert.model import evaluating
 from lipcert.norms import Geometry
 from lipcert.surgery import L2Attention
 
@@ -97,17 +98,14 @@ class Moments:
         """M, the number of inputs to one output."""
         return self.second.shape[-1]
 
-    @property
-    def rank(self) -> int:
-        """The smallest numerical rank among the groups: the number of eigenvalues above M · eps · the largest one."""
-        eigenvalues = torch.linalg.eigvalsh(self.second)
-        threshold = eigenvalues[:, -1:] * self.width * torch.finfo(self.second.dtype).eps
-        return int((eigenvalues > threshold.clamp_min(0)).sum(dim=-1).min())
-
     def energy(self, matrix: Tensor) -> float:
         """tr(A S Aᵀ) = Σ_t ‖A x_t‖² for A of shape (O, M); with G groups, each block of O / G rows has its own S."""
-        blocks = matrix.to(self.second).reshape(self.groups, -1, self.width)
-        return max(0.0, float(((blocks @ self.second) * blocks).sum()))
+        return energy(matrix.to(self.second).reshape(self.groups, -1, self.width), self.second)
+
+
+def energy(matrix: Tensor, second: Tensor) -> float:
+    """tr(A S Aᵀ), summed over a stack of matrices."""
+    return max(0.0, float(((matrix @ second) * matrix).sum()))
 
 
 def pooled(parts: Sequence[Moments]) -> Moments:
@@ -121,7 +119,7 @@ def pooled(parts: Sequence[Moments]) -> Moments:
 def stream(
     model: nn.Module,
     batches: Iterable[Tensor],
-    layers: Mapping[str, nn.Module] | None = None,
+    layers: Mapping[str, Holder],
     *,
     max_bytes: int = 2 << 30,
     progress: BatchProgress | None = None,
@@ -132,8 +130,7 @@ def stream(
     use never needs more memory. The model runs in evaluation mode without gradients. With torch.distributed
     initialised, each process passes its own share of the images, and all receive the sum.
     """
-    chosen = _chosen(model, layers)
-    groups = _grouped(chosen, max_bytes)
+    groups = _grouped(layers, max_bytes)
     if len(groups) > 1 and iter(batches) is batches:
         raise InputError(
             f"the moments need {len(groups)} passes over the images but the batches can be read once only; "
@@ -144,49 +141,23 @@ def stream(
             model, batches, group, None if progress is None else partial(progress, number, len(groups))
         )
         for name, moments in collected.items():
-            if layers is not None and not moments.rows:
+            if not moments.rows:
                 raise InputError(f"the model never calls layer {name} on these images; leave it out")
-        yield {name: moments for name, moments in collected.items() if moments.rows}
+        yield collected
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets evaluation mode during the block, and restores the mode of every module afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def _chosen(model: nn.Module, layers: Mapping[str, nn.Module] | None) -> dict[str, Holder]:
-    if layers is None:
-        layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
-    chosen: dict[str, Holder] = {}
-    for name, module in layers.items():
-        if not isinstance(module, (nn.Linear, nn.Conv2d, L2Attention)):
-            raise InputError(f"layer {name} is a {type(module).__name__}; only Linear and Conv2d can be constrained")
-        chosen[name] = module
-    if not chosen:
-        raise InputError("no Linear or Conv2d layer to collect moments for")
-    return chosen
-
-
-def _moment_shape(module: Holder) -> tuple[int, int, int]:
+def grouping(module: Holder) -> tuple[int, int]:
+    """The number of groups of a layer, each with a matrix of its own, and the number of inputs of one."""
     if isinstance(module, L2Attention):
-        return module.num_heads, module.dim, module.dim
-    groups = module.groups if isinstance(module, nn.Conv2d) else 1
-    width = module.weight[0].numel()
-    return groups, width, width
+        return module.num_heads, module.dim
+    return module.groups if isinstance(module, nn.Conv2d) else 1, module.weight[0].numel()
 
 
-def _grouped(layers: dict[str, Holder], max_bytes: int) -> list[dict[str, Holder]]:
+def _grouped(layers: Mapping[str, Holder], max_bytes: int) -> list[dict[str, Holder]]:
     groups: list[dict[str, Holder]] = []
     room = 0
     for name, module in layers.items():
-        count, width, _ = _moment_shape(module)
+        count, width = grouping(module)
         size = 8 * count * width * width
         if size > max_bytes:
             raise InputError(f"the moments of layer {name} alone need {size:,} bytes; raise max_bytes ({max_bytes:,})")
@@ -200,7 +171,7 @@ def _grouped(layers: dict[str, Holder], max_bytes: int) -> list[dict[str, Holder
 
 def _empty(name: str, module: Holder) -> Moments:
     device = (module.q if isinstance(module, L2Attention) else module).weight.device
-    groups, width, _ = _moment_shape(module)
+    groups, width = grouping(module)
     if isinstance(module, L2Attention):
         width = module.head_dim
     place = "cpu" if device.type == "mps" else device  # Apple's GPUs have no float64

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert.bounds import Progress, lipschitz
+from lipcert.bounds import lipschitz
 from lipcert.certvit.blockwise import constrain_blockwise
 from lipcert.certvit.layers import Layer, choose
-from lipcert.certvit.moments import Moments, evaluating, mixing, pooled, stream, watching
-from lipcert.certvit.report import ConstraintReport, LayerConstraint, NetworkFigures, log10_norms
+from lipcert.certvit.moments import Moments, grouping, mixing, pooled, stream, watching
+from lipcert.certvit.report import ConstraintReport, LayerConstraint, LayerFigures, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution, constrain_layer
 from lipcert.certvit.tasks import Failure, Outcome, Task, solve_layers
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.batches import EVERY, Loader, Share, shares
 from lipcert.inputs.processes import Processes
-from lipcert.model import Model, check_labels, checked, outside_inference_mode
+from lipcert.model import Model, check_labels, checked, evaluating, outside_inference_mode
 from lipcert.settings import ConstrainSettings, settings_of, takes
 from lipcert.surgery import L2Attention
 
@@ -82,112 +82,200 @@ def constrain(
     """
     started = time.perf_counter()
     asked, model = settings_of(ConstrainSettings, error, **settings), checked(model)
-    measure, engine, error = asked.lowered, asked.engine, asked.error
-    faithful = engine == "faithful"
     report = progress or (lambda what, done, total: None)
-    calibration, held = shares(model, loader, held_out)
-    chosen, untouched = choose(model, asked.layers)
-    norms = {path: layer.shape.norm for path, layer in chosen.items()}
-    _check_labels(model, held, required=held_out is not None)
-    notes: list[str] = []
-    facts: dict[str, _Facts] = {}
-    bound_before: float | None = None
-    methods = tuple(dict.fromkeys((measure, *BASELINES)))
-    costs = {path: _cost(layer) for path, layer in chosen.items()}
-    finished: list[str] = []
+    return _Run(model, asked, loader, held_out, report, until).finish(started, origin or {})
 
-    def tasks() -> Iterator[Task]:
-        nonlocal bound_before
-        parts_of_each = (asked.mini_batches or _MINI_BATCHES) if faithful else 1
-        total = held.left_out
-        for group in _moments(model, chosen, calibration, asked.max_bytes, parts_of_each, total, report):
+
+class _Run:
+    """One call of :func:`constrain`."""
+
+    def __init__(
+        self,
+        model: Model,
+        asked: ConstrainSettings,
+        loader: Loader,
+        held_out: Loader | None,
+        report: LayerProgress,
+        until: float,
+    ):
+        self.model, self.asked, self.report, self.until = model, asked, report, until
+        self.faithful = asked.engine == "faithful"
+        self.calibration, self.held = shares(model, loader, held_out)
+        self.chosen, self.untouched = choose(model, asked.layers)
+        self.norms = {path: layer.shape.norm for path, layer in self.chosen.items()}
+        _check_labels(model, self.held, required=held_out is not None)
+        self.notes: list[str] = []
+        self.facts: dict[str, _Facts] = {}
+        self.bound_before: float | None = None
+
+    def finish(self, started: float, origin: Mapping[str, Any]) -> Model:
+        """Solves the layers, compares the networks, and gives the model its new weights and the report."""
+        model, asked, chosen = self.model, self.asked, self.chosen
+        outcomes = self._solve()
+        before = {path: layer.weight.detach().clone() for path, layer in chosen.items()}
+        methods = tuple(dict.fromkeys((asked.lowered, *BASELINES)))
+        variants: dict[str, Weights] = {method: dict(before) for method in methods}
+        for path, outcome in outcomes.items():
+            for method, solution in {} if isinstance(outcome, Failure) else outcome.items():
+                variants[method][path] = solution.weight.to(before[path])
+        entries = [self._entry(path, outcomes[path], before[path]) for path in chosen]
+        if all(entry.status == "failed" for entry in entries):
+            raise InputError(f"none of {len(entries)} layers could be constrained; {entries[0].shortfalls[0]}")
+
+        after = variants[asked.lowered]
+        held_errors = _HeldOutErrors(chosen, before, after)
+        try:
+            accuracy, agreement = self._compare({"before": before, **variants}, held_errors)
+            _put(chosen, after)
+            bound_after = self._log10_bound("after", [])
+        except BaseException:
+            _put(chosen, before)
+            raise
+        entries = [_with_held_out(entry, held_errors.relative(entry.path)) for entry in entries]
+
+        def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
+            return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
+
+        images, held_out = _sums([self.calibration.count, self.held.count])
+        norms = {name: {entry.path: entry.baselines[name] for entry in entries} for name in BASELINES}
+        model.constraint = ConstraintReport(
+            measure=asked.lowered,
+            engine=asked.engine,
+            error=asked.error if asked.eta is None else max(entry.error_asked for entry in entries),
+            eta=asked.eta,
+            images=images,
+            held_out=held_out,
+            layers=tuple(entries),
+            before=figures("before", {entry.path: entry.norm_before for entry in entries}, self.bound_before),
+            after=figures(asked.lowered, {entry.path: entry.norm_after for entry in entries}, bound_after),
+            baselines={name: figures(name, norms[name]) for name in BASELINES},
+            untouched=tuple(self.untouched),
+            notes=(*self.notes, *_notes(model, chosen, entries, held_out)),
+            seconds=time.perf_counter() - started,
+        )
+        step = {"step": "constrain", **asked.described(), "layers": sorted(chosen)}
+        model.recipe.append({**step, "images": images, "held_out": held_out, **origin})
+        return model
+
+    def _solve(self) -> dict[str, Outcome]:
+        costs, finished = {path: _cost(layer) for path, layer in self.chosen.items()}, list[str]()
+
+        def solved(path: str) -> None:
+            finished.append(path)
+            done = math.fsum(costs[name] for name in finished) / math.fsum(costs.values())
+            done = len(costs) * done if len(finished) < len(costs) else len(costs)
+            self.report("solving layers", done, len(costs))
+
+        memory = self.asked.max_bytes
+        return solve_layers(self._tasks(), self.asked.workers, solved, device=self.model.device, max_bytes=memory)
+
+    def _tasks(self) -> Iterator[Task]:
+        asked, methods = self.asked, tuple(dict.fromkeys((self.asked.lowered, *BASELINES)))
+        for group in self._moments((asked.mini_batches or _MINI_BATCHES) if self.faithful else 1):
             for path in list(group):
-                parts = group.pop(path)
-                facts[path] = _Facts.of(parts, chosen[path], asked)
-                yield _task(path, chosen[path], norms[path], parts, methods, facts[path].error, asked, until)
+                parts, layer = group.pop(path), self.chosen[path]
+                self.facts[path] = facts = _Facts.of(parts, layer, asked)
+                options: dict[str, Any] = {"error": facts.error, "norm": self.norms[path], **asked.solver_options()}
+                weight = layer.weight.detach().cpu()
+                if self.faithful:
+                    yield Task(path, weight, parts, options, _constrain_faithfully, self.until)
+                else:
+                    yield Task(path, weight, parts[0], {**options, "measures": methods}, until=self.until)
                 del parts
-        bound_before = _log10_bound(model, lambda *step: report(f"{step[2]} before", *step[:2]), notes)
+        self.bound_before = self._log10_bound("before", self.notes)
 
-    def solved(path: str) -> None:
-        finished.append(path)
-        done = math.fsum(costs[name] for name in finished) / math.fsum(costs.values())
-        report("solving layers", len(costs) * done if len(finished) < len(costs) else len(costs), len(costs))
+    def _moments(self, count: int) -> Iterator[dict[str, list[Moments]]]:
+        """For each group of layers, the moments on the calibration images, divided into ``count`` parts."""
+        modules = {path: layer.module for path, layer in self.chosen.items()}
+        total = self.held.left_out  # 0 if it is unknown before the first pass
 
-    outcomes = solve_layers(tasks(), asked.workers, solved, device=model.device, max_bytes=asked.max_bytes)
-    before = {path: layer.weight.detach().clone() for path, layer in chosen.items()}
-    variants: dict[str, Weights] = {method: dict(before) for method in methods}
-    for path, outcome in outcomes.items():
-        for method, solution in {} if isinstance(outcome, Failure) else outcome.items():
-            variants[method][path] = solution.weight.to(before[path])
-    entries = [_entry(path, outcomes[path], facts[path], norms[path], before[path], asked) for path in chosen]
-    _require_success(entries)
+        def count_images(number: int, passes: int, images: int) -> None:
+            what = f"calibration images, pass {number} of {passes}" if passes > 1 else "calibration images"
+            self.report(what, images, total or self.calibration.count or None)
 
-    held_errors = _HeldOutErrors(chosen, before, variants[measure])
-    try:
-        accuracy, agreement = _compare(model, held, chosen, {"before": before, **variants}, held_errors, report)
-        _put(chosen, variants[measure])
-        bound_after = _log10_bound(model, lambda *step: report(f"{step[2]} after", *step[:2]), [])
-    except BaseException:
-        _put(chosen, before)
-        raise
-    entries = [_with_held_out(entry, held_errors.relative(entry.path)) for entry in entries]
+        dealt = [_Dealt(self.calibration, first, count) for first in range(count)]
+        room = self.asked.max_bytes // count
+        streams = [stream(self.model, images, modules, max_bytes=room, progress=count_images) for images in dealt]
+        for groups in zip(*streams, strict=True):
+            yield {path: [group[path] for group in groups] for path in groups[0]}
 
-    def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
-        return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
+    def _log10_bound(self, when: str, notes: list[str]) -> float | None:
+        try:
+            with evaluating(self.model):
+                return lipschitz(self.model, progress=lambda *step: self.report(f"{step[2]} {when}", *step[:2])).log10
+        except UnsupportedOperation as error:
+            notes.append(f"no bound of the whole network: {error}")
+            return None
 
-    counts = _sums([calibration.count, held.count])
-    model.constraint = ConstraintReport(
-        measure=measure,
-        engine=engine,
-        error=error if asked.eta is None else max(entry.error_asked for entry in entries),
-        eta=asked.eta,
-        images=counts[0],
-        held_out=counts[1],
-        layers=tuple(entries),
-        before=figures("before", {entry.path: entry.norm_before for entry in entries}, bound_before),
-        after=figures(measure, {entry.path: entry.norm_after for entry in entries}, bound_after),
-        baselines={name: figures(name, {entry.path: entry.baselines[name] for entry in entries}) for name in BASELINES},
-        untouched=tuple(untouched),
-        notes=(*notes, *_notes(model, chosen, entries, counts[1])),
-        seconds=time.perf_counter() - started,
-    )
-    step = {"step": "constrain", **asked.described(), "layers": sorted(chosen)}
-    model.recipe.append({**step, "images": counts[0], "held_out": counts[1], **(origin or {})})
-    return model
+    def _entry(self, path: str, outcome: Outcome, before: Tensor) -> LayerConstraint:
+        """The figures of a layer but for those on held-out images."""
+        facts = self.facts[path]
+        about: dict[str, Any] = {"path": path, "rows": facts.rows, "width": facts.width}
+        if isinstance(outcome, Failure):
+            norm = self.norms[path](before)
+            entry = LayerConstraint(
+                norm_before=norm,
+                norm_after=norm,
+                error_asked=facts.error,
+                error_reached=None,
+                sparsity=float((before == 0).double().mean()),
+                rank=facts.width,
+                status="failed",
+                baselines=dict.fromkeys(BASELINES, norm),
+                **about,
+            )
+        else:
+            solved = outcome[self.asked.lowered]
+            found = {name: getattr(solved, name) for name in LayerFigures.__dataclass_fields__}
+            found |= {"error_reached": solved.error_reached if before.any() else None, "error_asked": facts.error}
+            entry = LayerConstraint(**found, **about, baselines={name: outcome[name].norm_after for name in BASELINES})
+        return replace(entry, shortfalls=tuple(self._shortfalls(entry, outcome, before.dtype)))
 
+    def _shortfalls(self, entry: LayerConstraint, outcome: Outcome, dtype: torch.dtype) -> Iterator[str]:
+        path, error = entry.path, entry.error_asked
+        if isinstance(outcome, Failure):
+            yield f"{path}: unchanged ({self.asked.lowered}): {outcome.message}"
+        elif entry.status == "rounding":
+            yield f"{path}: unchanged: its dtype {dtype} cannot express an error of {error:g}; allow a larger one"
+        elif entry.status == "iteration limit" and self.faithful:
+            yield f"{path}: stopped at the number of iterations of the authors' code"
+        elif entry.status == "iteration limit" and (entry.gap is None or entry.gap > _GAP_TO_REPORT):
+            yield f"{path}: stopped at the iteration limit, at most {entry.gap or 1:.1%} above the smallest norm"
+        if entry.error_reached is not None and entry.error_reached > error * (1 + 1e-9):
+            why = "after an inexact projection" if self.faithful else f"rounded to {dtype}"
+            yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {error:g}"
+        if entry.norm_after > entry.norm_before * (1 + 1e-4):
+            yield f"{path}: its norm rose from {entry.norm_before:.4g} to {entry.norm_after:.4g}"
 
-def _log10_bound(model: Model, progress: Progress, notes: list[str]) -> float | None:
-    try:
-        with evaluating(model):
-            return lipschitz(model, progress=progress).log10
-    except UnsupportedOperation as error:
-        notes.append(f"no bound of the whole network: {error}")
-        return None
-
-
-def _moments(
-    model: Model,
-    chosen: Mapping[str, Layer],
-    calibration: Share,
-    max_bytes: int,
-    count: int,
-    total: int,
-    report: LayerProgress,
-) -> Iterator[dict[str, list[Moments]]]:
-    """For each group of layers, the moments on the calibration images, divided into ``count`` parts.
-
-    ``total`` is their number; 0 if it is unknown before the first pass.
-    """
-    modules = {path: layer.module for path, layer in chosen.items()}
-
-    def count_images(number: int, passes: int, images: int) -> None:
-        what = "calibration images"
-        report(f"{what}, pass {number} of {passes}" if passes > 1 else what, images, total or calibration.count or None)
-
-    dealt = [_Dealt(calibration, first, count) for first in range(count)]
-    streams = [stream(model, images, modules, max_bytes=max_bytes // count, progress=count_images) for images in dealt]
-    for groups in zip(*streams, strict=True):
-        yield {path: [group[path] for group in groups] for path in groups[0]}
+    def _compare(
+        self, variants: Mapping[str, Weights], errors: _HeldOutErrors
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Accuracy and agreement with the first variant on held-out images; the last variant stays in the model."""
+        right, same = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
+        images = labelled = 0
+        modules = {path: layer.module for path, layer in self.chosen.items()}
+        with Processes.connected().together(), evaluating(self.model), torch.no_grad():
+            for batch, labels in self.held.pairs():
+                top: dict[str, Tensor] = {}
+                for name, weights in variants.items():
+                    _put(self.chosen, weights)
+                    watch = contextlib.nullcontext() if top else watching(modules, errors.see)
+                    with watch:  # errors are those in the original network, the first variant
+                        top[name] = _top(self.model(batch), name)
+                first = next(iter(top.values()))
+                for name, classes in top.items():
+                    same[name] += int((classes == first).sum())
+                    right[name] += 0 if labels is None else int((classes == labels).sum())
+                images += len(batch)
+                labelled += 0 if labels is None else len(batch)
+                self.report("comparing on held-out images", images, self.held.count or None)
+        errors.add_up()
+        images, labelled, *counts = _sums([images, labelled, *right.values(), *same.values()])
+        if not images:
+            return {}, {}
+        shares = [count / images for count in counts]
+        agreement = dict(zip(variants, shares[len(variants) :], strict=True))
+        return dict(zip(variants, shares, strict=False)) if labelled == images else {}, agreement
 
 
 @dataclass(frozen=True)
@@ -225,23 +313,6 @@ class _Facts:
         return cls(rows, width, error)
 
 
-def _task(
-    path: str,
-    layer: Layer,
-    norm: Callable[[Tensor], float],
-    parts: list[Moments],
-    methods: tuple[str, ...],
-    error: float,
-    asked: ConstrainSettings,
-    until: float,
-) -> Task:
-    options: dict[str, Any] = {"error": error, "norm": norm, **asked.solver_options()}
-    weight = layer.weight.detach().cpu()
-    if asked.engine == "faithful":
-        return Task(path, weight, parts, options, _constrain_faithfully, until)
-    return Task(path, weight, parts[0], {**options, "measures": methods}, until=until)
-
-
 def _constrain_faithfully(
     weight: Tensor, parts: list[Moments], *, error: float, norm: Callable[[Tensor], float], **options: Any
 ) -> dict[str, Solution]:
@@ -255,47 +326,10 @@ def _constrain_faithfully(
 
 def _cost(layer: Layer) -> float:
     """The expected time of a layer in any unit: some 40 iterations, and the eigenvectors of its moments."""
-    outputs, width = layer.weight.flatten(1).shape
-    groups = 1
-    if isinstance(layer.module, L2Attention):
-        groups, outputs = layer.module.num_heads, layer.module.head_dim
-    elif isinstance(layer.module, nn.Conv2d):
-        groups, outputs = layer.module.groups, outputs // layer.module.groups
+    groups, width = grouping(layer.module)
+    outputs = layer.weight.shape[0] // groups
     smaller = min(outputs, width)
     return groups * (40 * (4 * outputs * width * smaller + 12 * smaller**3) + 20 * width**3)
-
-
-def _entry(
-    path: str,
-    outcome: Outcome,
-    facts: _Facts,
-    bound: Callable[[Tensor], float],
-    before: Tensor,
-    asked: ConstrainSettings,
-) -> LayerConstraint:
-    """The figures of a layer but for those on held-out images."""
-    solved = None if isinstance(outcome, Failure) else outcome[asked.lowered]
-    norm = bound(before) if solved is None else solved.norm_before
-    norms = {name: norm if isinstance(outcome, Failure) else outcome[name].norm_after for name in BASELINES}
-    entry = LayerConstraint(
-        path=path,
-        norm_before=norm,
-        norm_after=norm if solved is None else solved.norm_after,
-        baselines=norms,
-        error_asked=facts.error,
-        error_reached=None if solved is None or not before.any() else solved.error_reached,
-        error_held_out=None,
-        sparsity=float((before == 0).double().mean()) if solved is None else solved.sparsity,
-        iterations=0 if solved is None else solved.iterations,
-        gap=None if solved is None else solved.gap,
-        seconds=0.0 if solved is None else solved.seconds,
-        rows=facts.rows,
-        width=facts.width,
-        rank=facts.width if solved is None or solved.rank is None else solved.rank,
-        status="failed" if solved is None else solved.status,
-        shortfalls=(),
-    )
-    return replace(entry, shortfalls=tuple(_shortfalls(entry, outcome, asked, before.dtype)))
 
 
 def _with_held_out(entry: LayerConstraint, error: float | None) -> LayerConstraint:
@@ -306,26 +340,6 @@ def _with_held_out(entry: LayerConstraint, error: float | None) -> LayerConstrai
         return entry
     line = f"{entry.path}: its error on held-out images is {error:.3g}, above {entry.error_asked:g}; use more images"
     return replace(entry, shortfalls=(*entry.shortfalls, line))
-
-
-def _shortfalls(
-    entry: LayerConstraint, outcome: Outcome, asked: ConstrainSettings, dtype: torch.dtype
-) -> Iterator[str]:
-    path, error = entry.path, entry.error_asked
-    faithful = asked.engine == "faithful"
-    if isinstance(outcome, Failure):
-        yield f"{path}: unchanged ({asked.lowered}): {outcome.message}"
-    elif entry.status == "rounding":
-        yield f"{path}: unchanged: its dtype {dtype} cannot express an error of {error:g}; allow a larger one"
-    elif entry.status == "iteration limit" and faithful:
-        yield f"{path}: stopped at the number of iterations of the authors' code"
-    elif entry.status == "iteration limit" and (entry.gap is None or entry.gap > _GAP_TO_REPORT):
-        yield f"{path}: stopped at the iteration limit, at most {entry.gap or 1:.1%} above the smallest possible norm"
-    if entry.error_reached is not None and entry.error_reached > error * (1 + 1e-9):
-        why = "after an inexact projection" if faithful else f"rounded to {dtype}"
-        yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {error:g}"
-    if entry.norm_after > entry.norm_before * (1 + 1e-4):
-        yield f"{path}: its norm rose from {entry.norm_before:.4g} to {entry.norm_after:.4g}"
 
 
 class _HeldOutErrors:
@@ -376,51 +390,10 @@ def _check_labels(model: Model, held: Share, *, required: bool) -> None:
         raise InputError("there are no images in held_out; give at least one batch, or leave it out")
 
 
-def _require_success(entries: Sequence[LayerConstraint]) -> None:
-    if all(entry.status == "failed" for entry in entries):
-        raise InputError(f"none of {len(entries)} layers could be constrained; {entries[0].shortfalls[0]}")
-
-
 def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:
     with torch.no_grad():
         for path, weight in weights.items():
             chosen[path].weight.copy_(weight)
-
-
-def _compare(
-    model: Model,
-    held: Share,
-    chosen: Mapping[str, Layer],
-    variants: Mapping[str, Weights],
-    errors: _HeldOutErrors,
-    report: LayerProgress,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Accuracy and agreement with the first variant on held-out images, by variant; the last stays in the model."""
-    right, same = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
-    images = labelled = 0
-    modules = {path: layer.module for path, layer in chosen.items()}
-    with Processes.connected().together(), evaluating(model), torch.no_grad():
-        for batch, labels in held.pairs():
-            top: dict[str, Tensor] = {}
-            for name, weights in variants.items():
-                _put(chosen, weights)
-                watch = contextlib.nullcontext() if top else watching(modules, errors.see)
-                with watch:  # errors are those in the original network, the first variant
-                    top[name] = _top(model(batch), name)
-            first = next(iter(top.values()))
-            for name, classes in top.items():
-                same[name] += int((classes == first).sum())
-                right[name] += 0 if labels is None else int((classes == labels).sum())
-            images += len(batch)
-            labelled += 0 if labels is None else len(batch)
-            report("comparing on held-out images", images, held.count or None)
-    errors.add_up()
-    images, labelled, *counts = _sums([images, labelled, *right.values(), *same.values()])
-    if not images:
-        return {}, {}
-    shares = [count / images for count in counts]
-    agreement = dict(zip(variants, shares[len(variants) :], strict=True))
-    return dict(zip(variants, shares, strict=False)) if labelled == images else {}, agreement
 
 
 def _top(logits: Tensor, name: str) -> Tensor:

@@ -7,46 +7,57 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
-class LayerConstraint:
-    """The figures of one layer.
+@dataclass(frozen=True, kw_only=True)
+class LayerFigures:
+    """The figures of a solved layer.
 
     Attributes:
-        path: the module path in the network.
         norm_before: an upper bound on the ℓ2 norm of the layer; for a convolution, on inputs of its size.
         norm_after: the same with the new weight.
-        baselines: measure → the same with the weight of this baseline at the same error.
         error_asked: the allowed relative output error, ‖(W − W_pre) X‖_F / ‖W_pre X‖_F over the rows X of all images.
-        error_reached: the error of the new weight in the network on the calibration images; None for a layer that
-            failed.
-        error_held_out: the same on the held-out images; None without any, or if the outputs are zero on them.
+        error_reached: that of the new weight on the calibration images; None for a layer that failed.
         sparsity: the fraction of entries that are exactly zero.
         iterations: iterations of the solver; 0 for closed forms.
         gap: an upper bound on the relative distance to the smallest possible norm; None if unknown.
         seconds: the time of the solver.
+        rank: the dimension of the span of the inputs, the smallest among the groups of a convolution;
+            0 where it is not computed.
+        status: "converged"; "iteration limit"; "zero weight" (the outputs to keep are zero, nothing to lower);
+            "rounding" (the allowed error is too small for the dtype of the weight, and W_pre is kept); or "failed" for
+            an unchanged layer.
+    """
+
+    norm_before: float
+    norm_after: float
+    error_asked: float
+    error_reached: float | None
+    sparsity: float
+    iterations: int = 0
+    gap: float | None = None
+    seconds: float = 0.0
+    rank: int = 0
+    status: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConstraint(LayerFigures):
+    """The figures of one layer of a network.
+
+    Attributes:
+        path: the module path in the network.
+        baselines: measure → ``norm_after`` with the weight of this baseline at the same error.
+        error_held_out: the error on the held-out images; None without any, or if the outputs are zero on them.
         rows: the number of calibration inputs of the layer, such as tokens or patches.
         width: the number of entries of an input.
-        rank: the dimension of the span of these inputs, the smallest among the groups of a convolution.
-        status: "converged", "iteration limit", "zero weight", "rounding", or "failed" for an unchanged layer.
         shortfalls: remarks, one line each, with the path of the layer.
     """
 
     path: str
-    norm_before: float
-    norm_after: float
     baselines: Mapping[str, float]
-    error_asked: float
-    error_reached: float | None
-    error_held_out: float | None
-    sparsity: float
-    iterations: int
-    gap: float | None
-    seconds: float
+    error_held_out: float | None = None
     rows: int
     width: int
-    rank: int
-    status: str
-    shortfalls: tuple[str, ...]
+    shortfalls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

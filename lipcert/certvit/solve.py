@@ -26,7 +26,8 @@ from torch import Tensor
 
 from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis
 from lipcert.certvit._measures import MEASURES, Measure, Spectrum, clip_spectrum
-from lipcert.certvit.moments import Moments
+from lipcert.certvit.moments import Moments, energy
+from lipcert.certvit.report import LayerFigures
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
 from lipcert.settings import MEASURE_NAMES
@@ -45,39 +46,12 @@ _INSIDE = 1e-4  # the relative margin of the squared radius for rounding sparse 
 _STATUSES = ("rounding", "iteration limit", "converged", "zero weight")  # a layer has the first status of any group
 
 
-@dataclass
-class Solution:
-    """A constrained weight and its figures.
-
-    Attributes:
-        weight: has the shape, dtype and device of the original weight.
-        norm_before: a certified upper bound on the ℓ2 norm of the layer with W_pre.
-        norm_after: the same for the new weight.
-        error_asked: the relative output error allowed.
-        error_reached: √(Σ_t ‖W x_t − y_t‖² / Σ_t ‖y_t‖²), computed from the raw moments with the returned weight.
-        sparsity: the fraction of entries that are exactly zero.
-        iterations: iterations of Douglas–Rachford, the largest number over the groups; 0 for closed forms.
-        gap: (‖W‖ − lower bound) / ‖W‖ for the minimised measure, the largest over the groups; None without a lower
-            bound.
-        status: "converged"; "iteration limit"; "zero weight" (the outputs to keep are zero, nothing to lower);
-            "rounding" (the allowed error is too small for the dtype of the weight, and W_pre is kept).
-        seconds: wall-clock time.
-        measure: the minimised measure, or the name of the baseline or engine.
-        rank: the dimension of the span of the inputs, the smallest among the groups; None for the faithful engine.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Solution(LayerFigures):
+    """A constrained weight, in the shape, dtype and device of the original, and its figures; ``measure`` is lowered."""
 
     weight: Tensor
-    norm_before: float
-    norm_after: float
-    error_asked: float
-    error_reached: float
-    sparsity: float
-    iterations: int
-    gap: float | None
-    status: str
-    seconds: float
     measure: str
-    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +84,7 @@ class _Problem:
 
     def squared_error(self, weight: Tensor) -> float:
         """Σ_t ‖W x_t − y_t‖²."""
-        return _energy(weight - self.pre, self.inputs.second)
+        return energy(weight - self.pre, self.inputs.second)
 
     @property
     def allowed(self) -> float:
@@ -186,7 +160,7 @@ def constrain_layer(
     """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments."""
     pre = _checked(weight, moments, error, measures)
     second = moments.second.to(pre.device)
-    problems = [_Problem(w, _Inputs(s), _energy(w, s), error) for w, s in zip(pre, second, strict=True)]
+    problems = [_Problem(w, _Inputs(s), energy(w, s), error) for w, s in zip(pre, second, strict=True)]
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
     bound = norm or (lambda new: float(dense_norm(new.reshape(pre.shape))))
     norm_before = bound(weight.detach())
@@ -234,10 +208,6 @@ def _checked(weight: Tensor, moments: Moments, error: float, measures: Sequence[
         raise InputError(f"the weight of layer {name} has NaN or infinite entries")
     moments.require_rows()
     return weight.detach().double().reshape(moments.groups, -1, moments.width)
-
-
-def _energy(matrix: Tensor, second: Tensor) -> float:
-    return max(0.0, float(((matrix @ second) * matrix).sum()))
 
 
 def _solve(problem: _Problem, measure: str, tolerance: float, iterations: int, dtype: torch.dtype) -> _Point:
@@ -329,7 +299,7 @@ def _with_zeros(sparse: Tensor, centre: Tensor, second: Tensor, radius: float) -
     mask = sparse != 0
 
     def length(point: Tensor) -> float:
-        return _energy(point - centre, second)
+        return energy(point - centre, second)
 
     allowed = radius * radius * (1 - _INSIDE)
     current, before = sparse, sparse

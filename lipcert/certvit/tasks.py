@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,9 +113,7 @@ def _solve(task: Task, device: str | torch.device) -> Outcome:
         solutions = task.solver(task.weight.detach().to(device), task.data, **task.options)
     except Exception as error:
         return Failure(" ".join(f"{error}".split()) or type(error).__name__)
-    for solution in solutions.values():
-        solution.weight = solution.weight.cpu()
-    return solutions
+    return {measure: replace(solution, weight=solution.weight.cpu()) for measure, solution in solutions.items()}
 
 
 def _bytes(task: Task) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lipcert.errors import ConvertError, InputError
-from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.model import Model, checked, evaluating, outside_inference_mode
 from lipcert.surgery._activations import ACTIVATIONS, calibrate_activation
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._initial import calibrate_projection
@@ -190,12 +190,8 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor, norm: Norm) -> N
 @torch.no_grad()
 def _logits(model: Model, images: Tensor, batch: int = _BATCH) -> Tensor:
     """Logits in evaluation mode, float64, shape (N, classes)."""
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         parts = [model(part.to(model.device, model.dtype)).double() for part in images.split(batch)]
-    finally:
-        model.train(training)
     logits = torch.cat(parts)
     if not bool(logits.isfinite().all()):
         raise ConvertError("the model's logits are not finite on these images; check the weights")
