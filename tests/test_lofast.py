@@ -268,6 +268,14 @@ def test_columns_behind_activations(monkeypatch):
     for above, below in zip(sampled(pixels).norms.columns.values(), found.values(), strict=True):
         assert bool((above >= below * (1 - 1e-9)).all())
         assert bool((above <= below * 1.5).all())
+    (weighted,) = exact(pixels).norms.weighted.values()
+    moved = model.net[3].weight.norm(dim=0).sqrt()[:, None] * model.net[1].weight / 0.5
+    below = torch.linalg.matrix_norm(moved.detach(), 2)
+    assert bool(((weighted >= below) & (weighted <= 1.1 * below)).all())
+    (again,) = sampled(pixels).norms.weighted.values()
+    assert bool(((again >= below) & (again <= 1.3 * below)).all())
+    exact.plan.ahead.clear()
+    exact.plan.weighted.clear()
     exact.plan.columns.clear()
     assert bool((exact(pixels).radius(predicted, gaps) < radius).all())
 
@@ -290,7 +298,7 @@ def test_columns_of_forms(written, monkeypatch):
         mixing.flatten(1).norm(dim=1),
     )
     for form, matrix in ((Form.weights(scale[:, None]), scale.diag_embed()), (mixed, mixing)):
-        found = method.finder.formed_columns(tanh, gelu, at.values, form, anchor.norms)
+        found = method.finder.formed_columns(tanh, gelu.operands[0], at.values, form, anchor.norms)
         torch.testing.assert_close(found, (matrix @ weight).norm(dim=1), rtol=1e-8, atol=0)
         assert bool((found >= (matrix @ weight).norm(dim=1)).all())
     predicted, gaps = margins(model(pixels))

@@ -18,6 +18,7 @@ from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.margin import RivalMargin, Weighed, _with_sectors, curvature_norms
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.ray import SECTORS, sector
+from lipcert.certifier.anchored.walk import NORM
 from lipcert.graph import Node
 from lipcert.surgery import SmoothMaxMin
 
@@ -142,6 +143,9 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
                             slack = 1e-12 * (1 + values[u].flatten(1).norm(dim=1))
                             size = deviation.flatten(1).norm(dim=1)
                             assert bool((size <= bounds[place] * (1 + 1e-9) + slack).all()), (v, u)
+                            if v in at.plan.each and bounds[-1].dim() == 2:
+                                entries = deviation.flatten(1).abs()
+                                assert bool((entries <= bounds[-1] * (1 + 1e-9) + slack[:, None]).all()), v
                             for form, most in zip(forms[v].answer.forms if v in forms else (), walk.weighed.get(v, ()),
                                                   strict=False):  # fmt: skip
                                 if v.operands[form.operand] is u:
@@ -160,6 +164,17 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
 def one_rivals(one):
     logits = one.at.logits
     return logits.topk(2, 1).indices[:, 1]
+
+
+@pytest.mark.parametrize("name", ["turned", "maxmin"])
+def test_entries_are_bounded_by_their_own_rows(name):
+    """Some entries get less than the largest, and each bound belongs to the entry that the operation reads there."""
+    one, _ = toward(MODELS[name]())
+    found = one.at.walk(one.radius())
+    assert one.at.plan.each
+    for v in one.at.plan.each:
+        assert found.operands[v][-1].shape == (2, v.operands[0].entries)
+        assert bool((found.operands[v][-1].amin(1) < 0.9 * found.operands[v][-1].amax(1)).all())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -203,7 +218,7 @@ def test_where_there_is_no_direction_the_ball_counts():
     model.net[-1].bias.data.copy_(torch.arange(4.0))
     one, _ = toward(model)
     assert not bool(one.ray.defined.any())
-    assert bool((one.ray.size(one.at.network.graph.output, largest=False) == math.inf).all())
+    assert bool((one.ray.size(one.at.network.graph.output, NORM) == math.inf).all())
     assert bool((one.bound(torch.ones(2, dtype=torch.float64)) > 0).all())
 
 

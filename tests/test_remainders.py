@@ -505,11 +505,16 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
             peak = share * rho
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
             bound = at_most(site.rule.total(flat, given))
+            smooth = not site.rule.has_kinks
             slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
             summed = lambda rest, weight=weight: (rest.abs() * repeated(weight, rest)).flatten(1).sum(1)  # noqa: E731
-            for rest, _ in site.ascent(summed, [rho], 3, cut_to(peak)):
+            for rest, (delta,) in site.ascent(summed, [rho], 3, cut_to(peak)):
                 found = summed(rest).reshape(-1, POINTS)
                 assert bool((found <= bound * (1 + 1e-9) + slack).all()), (rho, found, bound)
+                sizes = norms(delta * repeated(weight, delta).sqrt()).reshape(-1, POINTS)
+                for size, one in zip(sizes, found, strict=True) if smooth else ():
+                    known = site.rule.total(flat, given, size)
+                    assert bool((one <= known * (1 + 1e-9) + slack).all()), (rho, one, known)
 
 
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))

@@ -81,7 +81,7 @@ class KinkedEntries(Kinked):
 
     entrywise = sums = True
 
-    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         return beyond(self.slope * weight, self.distance, *self._reach(rho))
 
 

@@ -117,8 +117,10 @@ class Remainder(ABC):
         """
         return None
 
-    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         """An upper bound on Σ w_i |R_i|, shape (N,), for w ≥ 0 of shape (N, entries); ∞ if unknown.
+
+        ``size`` is a bound on ‖√w ∘ δ‖ for the deviation δ of the operand, shape (N,), if one is known.
 
         After a linear map A, the remainder has norm at most Σ_i ‖column i of A‖ |R_i|. That is often much smaller than
         ‖A‖ · norm(ρ): A stretches only few directions by its norm, and they are no single entries.
@@ -287,8 +289,10 @@ class Smooth(Remainder):
         form = Form.weights(self._weights(direction, rho).sqrt().reshape(direction.shape))
         return Contracted((form,), lambda rho, sizes: sizes[0].square())
 
-    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
-        return largest_share(weight * self._local(rho) / 2, rho[0], each_entry(rho))
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
+        local = self._local(rho) / 2
+        share = largest_share(weight * local, rho[0], each_entry(rho))
+        return share if size is None else torch.minimum(share, times(local.amax(1), times(size, size)))
 
 
 def each_entry(rho: Sequence[Tensor]) -> Tensor:

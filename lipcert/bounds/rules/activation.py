@@ -451,8 +451,8 @@ class HardSigmoid(KinkedEntries):
         kinked, size = super().against(direction), _FLOAT32 * l2_norm(per_image(direction), 1)
         return lambda rho: kinked(rho) + size * rho[0]
 
-    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
-        return super().total(weight, rho) + _FLOAT32 * l2_norm(weight, 1) * rho[0]
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
+        return super().total(weight, rho, size) + _FLOAT32 * l2_norm(weight, 1) * rho[0]
 
 
 @remainder("hardswish")
@@ -486,9 +486,9 @@ class HardSwish(Smooth):
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
         return None  # the kinks have no such form
 
-    def total(self, weight: Tensor, rho: Sequence[Tensor]) -> Tensor:
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         slack = l2_norm(weight, 1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
-        return super().total(weight, rho) + self.kinks.against(weight)(rho) + slack
+        return super().total(weight, rho, size) + self.kinks.against(weight)(rho) + slack
 
 
 @rule(F.hardtanh)

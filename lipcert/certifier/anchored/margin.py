@@ -148,7 +148,8 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
             # Norms are computed for the images that use the form; all others get ∞, so that their bounds do not change.
             part, by_operation[v] = at if len(some) == len(unknown) else at.only(some), []
             for number, form in enumerate(answer.forms):
-                u, form = network.root(v.operands[form.operand]), form.only(some)
+                operand, form = v.operands[form.operand], form.only(some)
+                u = network.root(operand)
                 key = ledger.only(some).part(network.replay.position[v], number)
                 norms = {u: form.norm}  # ‖M G(u → u)‖ = ‖M‖
                 for a in dict.fromkeys((network.source, stage.start, *stage.nonlinear[:place])):
@@ -157,13 +158,13 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
                     if (a, u) in at.plan.covered:
                         norms[a] = form.norm * part.gain(a, u)
                     else:
-                        norms[a] = at.finder.formed(a, v, number, part.values, form, part.norms, key)
-                along = unknown[some] if toward.ray is None else toward.ray.formed(v.operands[form.operand], form, some)
+                        norms[a] = at.finder.formed(a, operand, part.values, form, part.norms, key)
+                along = unknown[some] if toward.ray is None else toward.ray.formed(operand, form, some)
                 every = {a: unknown.index_copy(0, some, norm) for a, norm in norms.items()}
                 columns = {}
                 for a in stage.nonlinear[:place]:
                     if network.rules[a].sums and (a, u) not in at.plan.unconnected and a is not u:
-                        sizes = at.finder.formed_columns(a, v, part.values, form, part.norms)
+                        sizes = at.finder.formed_columns(a, operand, part.values, form, part.norms)
                         if sizes is not None:
                             every_column = sizes.new_full((len(unknown), sizes.shape[1]), math.inf)
                             columns[a] = every_column.index_copy(0, some, sizes)

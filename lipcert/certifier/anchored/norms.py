@@ -7,7 +7,7 @@ computed, what rounding can have hidden of them (:mod:`.rounding`), and the boun
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,10 @@ class Norms:
         gains: ‖G(a → b)‖, by (a, b), shape (N,).
         peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules use it, shape
             (N,).
+        rows: the norms of all rows, shape (N, entries), for operands b whose rules use them, in the order of b.
         columns: the norms of the columns of G(v → u), by (v, u), the same for all images, shape (1, entries of v).
+        weighted: ‖diag(√w) G(a → b)‖, by (a, v), shape (N,): b is the operand of v, and w are the norms of the columns
+            from v to the value ahead of it in the plan.
     """
 
     ledger: Ledger
@@ -89,14 +92,16 @@ class Norms:
     slack: Mapping[Pair, Tensor]
     gains: Mapping[Pair, Tensor]
     peaks: Mapping[Pair, Tensor]
+    rows: Mapping[Pair, Tensor]
     columns: Mapping[Pair, Tensor]
+    weighted: Mapping[Pair, Tensor] = field(default_factory=dict)
 
     def only(self, index: Tensor) -> Norms:
         """The norms of some of the images, given by their numbers."""
-        tables = (self.slack, self.gains, self.peaks)
-        slack, gains, peaks = ({pair: bound[index] for pair, bound in table.items()} for table in tables)
+        tables = (self.slack, self.gains, self.peaks, self.rows, self.weighted)
+        *others, weighted = ({pair: bound[index] for pair, bound in table.items()} for table in tables)
         ledger, written, rounding = self.ledger.only(index), self.written.only(index), self.rounded.only(index)
-        return Norms(ledger, written, rounding, slack, gains, peaks, self.columns)
+        return Norms(ledger, written, rounding, *others, self.columns, weighted)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
         """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,)."""
@@ -168,10 +173,17 @@ class NormFinder:
         rounding, slack, raised = self._rounded(gains, links, at)
 
         lost = {(a, b): written_error(a.entries, b.entries) * bound for (a, b), bound in slack.items()}
-        peaks = {pair: torch.minimum(sizes.amax(1) + lost[pair], raised[pair]) for pair, sizes in rows.items()}
+        rows = {pair: torch.minimum(rows[pair] + lost[pair][:, None], raised[pair][:, None]) for pair in rows}
+        peaks = {pair: sizes.amax(1) for pair, sizes in rows.items()}
+        operands = [(v.operands[0], self.network.operands(v)[0]) for v in plan.each]
+        each = {
+            (a, z): sizes[:, self.network.order(z)] for (a, b), sizes in rows.items() for z, u in operands if u is b
+        }
         # Neither these nor what rounding does to an affine path depends on the image.
         columns = {pair: sizes[:1] + lost[pair][:1, None] for pair, sizes in columns.items()}
-        return Norms(ledger, at.written, rounding, slack, raised, peaks, columns)
+        norms = Norms(ledger, at.written, rounding, slack, raised, peaks, each, columns)
+        norms.weighted = {(a, v): self._weighted(a, v, at, norms) for a, v in plan.weighted}
+        return norms
 
     def _rounded(
         self, gains: Mapping[Pair, Tensor], links: Mapping[Link, Tensor], at: _AtImages
@@ -262,31 +274,53 @@ class NormFinder:
 
         return self._once(("link", a, b), not self.network.rules.keys() & link.path, at.values, compute)
 
-    def formed(
-        self, a: Node, v: Node, number: int, values: dict[Node, Tensor], form: Form, norms: Norms, ledger: Ledger
-    ) -> Tensor:
-        """Upper bounds on ‖M G(a → b)‖, shape (N,): M is form ``number`` of v, and b the operand of the form.
+    def _weighted(self, a: Node, v: Node, at: _AtImages, norms: Norms) -> Tensor:
+        """One of the weighted norms, shape (N,)."""
+        b, affine = v.operands[0], self.network.affine_path(a, v.operands[0])
+        scale = norms.columns[v, self.plan.ahead[v]].sqrt().reshape(1, *v.shape)
+        if self.plan.covers(a, v):
+            return scale.amax() * norms.gains[a, self.network.operands(v)[0]]
+
+        def form(images: int) -> Form:
+            return Form.weights(scale.expand(images, *v.shape))
+
+        def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
+            ledger = at.ledger.part("weighted", self.network.replay.position[v])
+            return self._with_form(by, a, b, values, form(len(values[a])), at.written, ledger)
+
+        return self._raised(
+            self._once(("weighted", a, v), affine, at.values, compute), a, b, form(len(at.values[a])), v.entries, norms
+        )
+
+    def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms, ledger: Ledger) -> Tensor:
+        """Upper bounds on ‖M G(a → b)‖, shape (N,), for the M of a form.
 
         The form may depend on all norms computed so far, so none of them may have drawn from this part of the ledger.
         """
-        by, b = self.jacobians, v.operands[form.operand]
-        rows = rows_of(b, values, form)
+        norm = self._with_form(self.jacobians, a, b, values, form, norms.written, ledger)
+        return self._raised(norm, a, b, form, rows_of(b, values, form), norms)
+
+    def _with_form(
+        self, by: Jacobians, a: Node, b: Node, values: dict[Node, Tensor], form: Form, written: Written, ledger: Ledger
+    ) -> Tensor:
+        """‖M G(a → b)‖ as computed, shape (N,)."""
         if by.writes(a, b):
-            norm = norms.written.factor(a, b).formed(form, b.shape).spectral_norm().expand(len(form.norm))
-            factor = written_error(a.entries, max(rows, b.entries))
-        else:
-            draw = self._draw(ledger, "norm", a, b, from_entries=by.writes_out(a, rows))
-            norm = by.norm(a, b, values, draw, form=form, entry=norms.written.entry(a, b) if draw else None)
-            factor = by.error_factor(a, rows)
+            return written.factor(a, b).formed(form, b.shape).spectral_norm().expand(len(form.norm))
+        draw = self._draw(ledger, "norm", a, b, from_entries=by.writes_out(a, rows_of(b, values, form)))
+        return by.norm(a, b, values, draw, form=form, entry=written.entry(a, b) if draw else None)
+
+    def _raised(self, norm: Tensor, a: Node, b: Node, form: Form, rows: int, norms: Norms) -> Tensor:
+        """What :meth:`_with_form` computes with a bound on its rounding error."""
+        by = self.jacobians
+        factor = written_error(a.entries, max(rows, b.entries)) if by.writes(a, b) else by.error_factor(a, rows)
         return norms.raised(norm, a, self.network.root(b), form, factor)
 
-    def formed_columns(self, a: Node, v: Node, values: dict[Node, Tensor], form: Form, norms: Norms) -> Tensor | None:
-        """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), as for :meth:`formed`.
+    def formed_columns(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms) -> Tensor | None:
+        """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), for the M of a form.
 
         None if the path from a to b is not affine, or if M G has many rows: these norms take no random vectors.
         """
-        by, b = self.jacobians, v.operands[form.operand]
-        rows = rows_of(b, values, form)
+        by, rows = self.jacobians, rows_of(b, values, form)
         if rows > FORM_ROWS or not self.network.affine_path(a, b):
             return None
         if by.writes(a, b) and form.is_diagonal(b.shape):

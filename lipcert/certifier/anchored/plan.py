@@ -64,6 +64,10 @@ class NormPlan:
             stage, so no remainder arrives there, and ‖G(x → b)‖ ≤ ‖G(c → b)‖ ‖G(x → c)‖.
         columns: the pairs (v, u) with an affine path from an operation v to u, for which the norms of the columns of
             G(v → u) are computed, because the rule of v uses them.
+        ahead: the first such u for a smooth v, no output of the network; the norms w of these columns weight the
+            deviation of the operand of v.
+        weighted: the pairs (a, v) for which ‖diag(√w) G(a → u)‖ is bounded, with u the operand of v.
+        each: the operations whose rules take bounds on the deviations of all entries.
         blocks: for values whose entries or blocks of entries are bounded separately: the largest block, and the operand
             in which its entries are consecutive.
     """
@@ -82,7 +86,11 @@ class NormPlan:
         self.covered = frozenset() if network.deployed else self._covered()
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
+        self.each = [v for v in network.rules if self._summed(v) and self.blockwise(v) and self._single(v)]
         self.columns = [(v, u) for v, u in self.pairs if self._summed(v) and network.affine_path(v, u)]
+        smooth = [(v, u) for v, u in self.columns if not network.rules[v].has_kinks]
+        self.ahead = {v: u for v, u in reversed(smooth) if u not in network.outputs}
+        self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
         self.computed = [pair for pair in self.pairs if pair not in self.loose | self.covered]
         self.computed_peaks = [pair for pair in self.peaks if pair not in self.covered]
         self.links = [link for link in network.chains.unknown if not network.local.bounded(link)]
@@ -90,12 +98,13 @@ class NormPlan:
     @property
     def count(self) -> int:
         """The number of norms per image that may need random start vectors."""
-        return len(self.pairs) + len(self.peaks) + len(self.columns) + len(self.links)
+        return len(self.pairs) + len(self.peaks) + len(self.columns) + len(self.weighted) + len(self.links)
 
     @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
         norms = sum(self.work_of(a, b) for a, b in self.computed)
+        norms += sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
         return norms + sum(self.work_of(a, b, peak=True) for a, b in self.computed_peaks) + self.work_of_links
 
     @property
@@ -124,6 +133,10 @@ class NormPlan:
         network, c = self.network, self.network.stages[0].start
         others = frozenset(b for a, b in self.pairs if a is network.source and not network.affine_path(c, b))
         return frozenset((a, b) for a, b in self.pairs if a is c and b in others and c is not network.source)
+
+    def covers(self, a: Node, v: Node) -> bool:
+        """Whether the pair of a and the operand of v is covered."""
+        return (a, self.network.operands(v)[0]) in self.covered
 
     def _features(self) -> frozenset[Pair]:
         """The pairs (a, features of a linear head) with matrices of many rows.
@@ -156,6 +169,10 @@ class NormPlan:
         """Whether the rule of a nonlinear operation gets a bound on the deviation of a single entry or block."""
         block = self.block(v)
         return block == 1 or (block > 1 and self.blocks[self.network.operands(v)[0]] == (block, v.operands[0]))
+
+    def _single(self, v: Node) -> bool:
+        """Whether every block of the operand is an entry."""
+        return self.blocks[self.network.operands(v)[0]][0] == 1
 
     def _summed(self, v: Node) -> bool:
         return v in self.network.rules and self.network.rules[v].sums

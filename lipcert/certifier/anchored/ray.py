@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.gradients import tangents
+from lipcert.certifier.anchored.walk import Linearization, Seminorm, SeminormKind
 from lipcert.graph import Node
 from lipcert.numerics import INFLATE, UNIT, at_most, computed_l2_norm, l2_norm, unit_vectors
 
-if TYPE_CHECKING:
-    from lipcert.certifier.anchored.walk import Linearization
-
 # More than the rounding errors of angles, sines and cosines.
 ROUNDED = 1e-12
+_ONE = torch.ones((), dtype=torch.float64)
 # The angles between the sectors. They are closest where the margin is usually lost.
 _ANGLES = (
     0.0, 0.05, 0.1, 0.15, 0.2, 0.26, 0.32, 0.38, 0.42, 0.46, 0.5, 0.54, 0.58, 0.62, 0.67, 0.73, 0.86, 1.02, 1.22,
@@ -55,33 +55,45 @@ class Ray:
         targets = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
         source = network.source
         self.tangents = tangents(network, at.values, [u for u in targets if network.replay.depends(u, source)], unit)
-        self._sizes: dict[tuple[Node, bool], Tensor] = {}
+        self._sizes: dict[tuple[Node, Seminorm | None], Tensor] = {}
         self._index: Tensor | None = None
 
     def only(self, index: Tensor) -> Ray:
-        """A copy with the sizes and entries of the images with the given indices."""
+        """A copy with the sizes of the images with the given indices."""
         part = copy.copy(self)
         part._index = index if self._index is None else self._index[index]
         return part
 
-    def size(self, u: Node, *, largest: bool) -> Tensor:
-        """An upper bound on ‖G(x → u) p‖, or on the largest entry or block of it, shape (N,); ∞ if it is not known.
+    def size(self, u: Node, seminorm: Seminorm) -> Tensor:
+        """An upper bound on a seminorm of G(x → u) p, without a form, shape (N,); ∞ if it is not known.
 
         ``u`` is the root of a value.
         """
-        key = u, largest
+        return self._once((u, seminorm), lambda: self._size(u, *seminorm))
+
+    def entries(self, u: Node) -> Tensor:
+        """Upper bounds on the entries of |G(x → u) p| for an operand u, shape (N, entries); ∞, (N, 1), if unknown."""
+        moved, root = self.tangents.get(u), self.at.network.root(u)
+        if moved is None:
+            return self._once((u, None), lambda: self._nothing()[:, None])
+        return self._once((u, None), lambda: self._raised(per_image(moved).abs().mT, root, _ONE).mT)
+
+    def _once(self, key: tuple[Node, Seminorm | None], compute: Callable[[], Tensor]) -> Tensor:
         if key not in self._sizes:
-            self._sizes[key] = self._size(u, largest)
+            self._sizes[key] = compute()
         return self._sizes[key] if self._index is None else self._sizes[key][self._index]
 
-    def _size(self, u: Node, largest: bool) -> Tensor:
-        block, arranged = self.at.plan.blocks.get(u, (1, u)) if largest else (0, u)
-        moved = self.tangents.get(arranged if block > 1 else u)
+    def _size(self, u: Node, kind: SeminormKind, v: Node | None, _: int) -> Tensor:
+        block, place = self.at.plan.blocks.get(u, (1, u)) if kind is SeminormKind.LARGEST else (0, u)
+        moved = self.tangents.get(u if block == 1 else place if v is None else v.operands[0])
         if moved is None:
             return self._nothing()
-        flat = per_image(moved)
+        flat, scale = per_image(moved), _ONE
+        if v is not None:
+            weights = self.at.norms.columns[v, self.at.plan.ahead[v]].sqrt()
+            flat, scale = weights * flat, weights.amax()
         length = l2_norm(flat.unflatten(1, (-1, block)), 2).amax(1) if block else l2_norm(flat, 1)
-        return self._raised(length, u, torch.ones((), dtype=torch.float64))
+        return self._raised(length, u, scale)
 
     def formed(self, u: Node, form: Form, some: Tensor) -> Tensor:
         """An upper bound on ‖M G(x → u) p‖ for the M of a form at some of the images, shape (len(some),)."""
@@ -95,10 +107,10 @@ class Ray:
         return self._raised(length, self.at.network.root(u), form.norm, some)
 
     def _raised(self, length: Tensor, u: Node, scale: Tensor, some: Tensor | None = None) -> Tensor:
-        """With the rounding error of the product, multiplied by ``scale``; ∞ where nothing is known."""
+        """Lengths, shape (..., N), with ``scale`` times the rounding error of the product; ∞ where that is unknown."""
         slack = self.at.norms.slack.get((self.at.network.source, u))
         if slack is None and u is not self.at.network.source:
-            return self._nothing() if some is None else self._nothing()[some]
+            return torch.full_like(length, math.inf)
         defined = self.defined
         if some is not None:
             defined, slack = defined[some], None if slack is None else slack[some]

@@ -39,11 +39,12 @@ class SeminormKind(Enum):
 
     NORM = auto()  # ‖δ‖
     LARGEST = auto()  # the largest norm of an entry, or of a block of entries
+    COLUMNS = auto()  # ‖√w ∘ δ‖, w the norms of the columns of the affine path ahead of an operation
     CURVATURE = auto()  # ‖Mδ‖, M a form of the rule of an operation for a margin
 
 
 class Seminorm(NamedTuple):
-    """A kind of seminorm, and the operation whose forms define M, with the index of the form."""
+    """A kind of seminorm, and the operation whose weights or forms define M, with the index of the form."""
 
     kind: SeminormKind
     of: Node | None = None
@@ -239,9 +240,11 @@ class Linearization:
         """An upper bound on ‖M G(a → u)‖, for the M of a seminorm; 0 if u does not depend on a."""
         kind, v, _ = seminorm
         if a is u:
-            return 1.0
+            return 1.0 if kind is not SeminormKind.COLUMNS else self.norms.columns[v, self.plan.ahead[v]].amax().sqrt()
         if (a, u) in self.plan.unconnected:
             return 0.0
+        if kind is SeminormKind.COLUMNS:
+            return self.norms.weighted[a, v]
         if kind is SeminormKind.LARGEST and (a, u) in self.norms.peaks:
             return self.norms.peaks[a, u]
         return self.norms.gains[a, u]
@@ -309,8 +312,14 @@ class _Reach:
         """An upper bound on ‖M G(x → u) δ‖, shape (N,), for the M of a seminorm."""
         if self.sector is None or (self.at.network.source, u) in self.at.plan.unconnected:
             return gain * self.eps
-        size = self.sector.ray.size(u, largest=seminorm.kind is SeminormKind.LARGEST) if along is None else along
+        size = self.sector.ray.size(u, seminorm) if along is None else along
         return self.sector.moved(size, gain, self.eps)
+
+    def each(self, u: Node, rows: Tensor) -> Tensor:
+        """Bounds for all entries of an operand, shape (N, entries), from bounds on the norms of the rows."""
+        if self.sector is None:
+            return at_most(rows * self.eps[:, None])
+        return self.sector.moved(self.sector.ray.entries(u).mT, rows.mT, self.eps).mT
 
 
 class _StageWalk:
@@ -329,6 +338,7 @@ class _StageWalk:
         self.remainders: dict[Node, Tensor] = {}  # bounds on ‖R_v‖ so far, shape (N,)
         self.rho: dict[Node, list[Tensor]] = {}
         self.summed: dict[tuple[Node, Node], Tensor] = {}
+        self.sizes: dict[Node, Tensor] = {}  # bounds on ‖√w ∘ δ‖ for the operand of v, shape (N,)
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm) -> Tensor | float:
         """:meth:`Linearization.gain`, with the norms for the weights of curvature."""
@@ -369,16 +379,21 @@ class _StageWalk:
         It bounds ‖M G R‖ = ‖Σ_i (column i) R_i‖ for the remainder R of v. For M = 1 it bounds every entry and block of
         G R, too.
         """
-        if seminorm.kind is SeminormKind.CURVATURE:
-            assert seminorm.of is not None
-            weights = self.curvature[seminorm.of][seminorm.form].columns.get(v)
-            return self.unknown if weights is None else self._total(v, weights)
-        if (v, u) in self.at.norms.columns and (v, u) not in self.summed:
-            self.summed[v, u] = self._total(v, self.at.norms.columns[v, u].expand(len(self.unknown), -1))
-        return self.summed.get((v, u), self.unknown)
+        kind, of, number = seminorm
+        if kind is SeminormKind.CURVATURE:
+            assert of is not None
+            weights = self.curvature[of][number].columns.get(v)
+            return self.unknown if weights is None else self._total(v, weights, None)
+        if kind is SeminormKind.COLUMNS or (v, u) not in self.at.norms.columns:
+            return self.unknown
+        if (v, u) not in self.summed:
+            weights = self.at.norms.columns[v, u].expand(len(self.unknown), -1)
+            ahead = self.at.plan.ahead.get(v) is u  # the weights of ``sizes`` are those up to there
+            self.summed[v, u] = self._total(v, weights, self.sizes[v] if ahead else None)
+        return self.summed[v, u]
 
-    def _total(self, v: Node, weights: Tensor) -> Tensor:
-        return at_most(self.at.remainders[v].total(weights, self.rho[v]))
+    def _total(self, v: Node, weights: Tensor, size: Tensor | None) -> Tensor:
+        return at_most(self.at.remainders[v].total(weights, self.rho[v], size))
 
     def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
         """The deviation of a value, including the error of the nominal value in float64; see :mod:`.rounding`."""
@@ -397,6 +412,8 @@ class _StageWalk:
                     self.moved(sizes.operand, Seminorm(SeminormKind.CURVATURE, v, number))
                     for number, sizes in enumerate(self.curvature[v])
                 ]
+            if v in self.at.plan.ahead:
+                self.sizes[v] = self.moved(self.at.network.operands(v)[0], Seminorm(SeminormKind.COLUMNS, v))
             self.at.rounding.nonlinear(v, rho)
             self.remainders[v] = at_most(self.at.remainders[v].norm(rho))
 
@@ -410,4 +427,32 @@ class _StageWalk:
         rho = [self.moved(u, NORM) for u in operands]
         if plan.blockwise(v):
             rho.append(torch.minimum(rho[0], self.moved(operands[0], LARGEST)))
+        if v in plan.each:
+            rho[-1] = self.each(v.operands[0], rho[-1])
         return rho
+
+    def each(self, z: Node, most: Tensor) -> Tensor:
+        """Bounds on the deviations of all entries of an operand, shape (N, entries); ``most`` bounds any, shape (N,).
+
+        Entry i deviates by at most Σ_a ‖row i of G(a → z)‖ · (error at a), and by the sum over the columns.
+        """
+        at, start, source = self.at, self.stage.start, self.at.network.source
+        u, known = at.network.root(z), at.norms.rows
+
+        def rows(a: Node) -> Tensor:
+            gain = self.gain(a, u, LARGEST)
+            return known[a, z] if (a, z) in known else torch.as_tensor(gain).to(most).reshape(-1, 1)
+
+        if (start, z) not in known and (source, z) not in known:
+            return most
+        bounds = at_most(rows(start) * self.at_start[:, None])
+        if self.source is not None:
+            reach, arrived = self.source
+            bounds = torch.minimum(bounds, at_most(reach.each(z, rows(source)) + rows(start) * arrived[:, None]))
+        for w, norm in self.remainders.items():
+            put, by_norm = at.rounding.put(w), at_most(rows(w) * norm[:, None])
+            error = torch.minimum(by_norm, self.by_columns(w, u, LARGEST)[:, None])
+            bounds = bounds + (error if put is None else error + rows(w) * put[:, None])
+        carried = None if u is start else at.rounding.carried(u)
+        noise = at.norms.rounded.noise[u] if carried is None else at.norms.rounded.noise[u] + carried
+        return torch.minimum(at_most(bounds + noise[:, None]), most[:, None])
