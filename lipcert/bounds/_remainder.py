@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lipcert.bounds._registry import RULES, NoAnswer, answer_of, check_entries, registered
 from lipcert.graph import Node
-from lipcert.numerics import at_most, l2_norm
+from lipcert.numerics import at_most, l2_norm, times
 
 if TYPE_CHECKING:
     from typing_extensions import Self
