@@ -1,21 +1,17 @@
 """The LiResNet of liresnet_cifar with a smooth end, or with attention there, trained for the certificate behind a cut.
 
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000
-    python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000 --attention dot
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --attention l2
 
 Takes ``cifar10-liresnet``, smooths the activations of its neck (``beta=4``), and trains it with ``finetune --loss cut``
 on images that are moved, then on images that are flipped only; then twice more in the same way, with rectangles
 blackened in some of the moved images, and with averages of the weights. With ``--attention`` a hybrid is trained: the
 16 values of 128 channels that the neck computes first are its tokens, and a block of attention follows, whose branches
-are 0 at first. With dot-product attention it starts from ``cifar10-liresnet-smooth`` and is trained on images that are
-flipped. A larger learning rate gives this attention so much curvature that nothing is certified. With the rate
-used here its branches stay near 0, and hardly any prediction depends on them. With L2 attention it starts from
-``cifar10-liresnet`` and is trained with ``--loss emma``; without its branches, a few predictions differ. The result
-averages an image and its mirror image, and its weights are rounded to float16. ``certify`` decides each image by gloro,
-or else by anchored behind a cut.
+are 0 at first. It starts from ``cifar10-liresnet`` and is trained with ``--loss emma``; without its branches, a few
+predictions differ. The result averages an image and its mirror image, and its weights are rounded to float16.
+``certify`` decides each image by gloro, or else by anchored behind a cut.
 The commands are printed. All leave their files in the work folder and go on from there. What each epoch said, the
-certified accuracy, the environment and the commands go to liresnet_cut.json, hybrid_cut.json or hybrid_l2_cut.json in
+certified accuracy, the environment and the commands go to liresnet_cut.json or hybrid_l2_cut.json in
 benchmarks/results.
 """
 
@@ -51,11 +47,11 @@ def smoothed() -> lipcert.Model:
     return model
 
 
-def with_attention(known: lipcert.Model, attention: str) -> lipcert.Model:
+def with_attention(known: lipcert.Model) -> lipcert.Model:
     """A hybrid that computes what a LiResNet with a neck of 128 channels computes, until it is trained."""
     sizes = {"width": known.source["arguments"]["width"], "residual_depth": 6, "embed_dim": 128, "depth": 1}
     beta = known.source["arguments"].get("beta", 0.0)
-    model = lipcert.load(f"liresnet_vit_{attention}", pretrained=False, **sizes, neck=512, beta=beta, radius=RADIUS)
+    model = lipcert.load("liresnet_vit_l2", pretrained=False, **sizes, neck=512, beta=beta, radius=RADIUS)
     old, new = known.net.state_dict(), model.net.state_dict()
     new |= {f"patch_embed.{key}": value for key, value in old.items() if key.startswith(("stem", "blocks"))}
     for name in ("weight", "bias"):
@@ -102,12 +98,8 @@ PLANS = {
             Training("ended", "flip", "4e-4", 4, ("--ema", "0.99")),
         ),
     ),
-    "dot": Plan(
-        "hybrid", lambda: with_attention(lipcert.load("cifar10-liresnet-smooth"), "dot"), "cut",
-        (Training("flipped", "flip", "4e-4", 2, ("--ema", "0.99")),),
-    ),
     "l2": Plan(
-        "hybrid_l2", lambda: with_attention(lipcert.load("cifar10-liresnet"), "l2"), "emma",
+        "hybrid_l2", lambda: with_attention(lipcert.load("cifar10-liresnet")), "emma",
         (Training("moved", "shift", "2e-3", 9), Training("flipped", "flip", "4e-4", 4)),
     ),
 }  # fmt: skip
@@ -117,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.tar and test.tar")
     parser.add_argument("--work", type=Path, required=True, help="folder for the model and the rows")
-    parser.add_argument("--attention", choices=("dot", "l2"), help="a hybrid with a block of attention of this kind")
+    parser.add_argument("--attention", choices=("l2",), help="a hybrid with a block of attention of this kind")
     parser.add_argument("--limit", type=int, help="certify that many test images of a fixed shuffle, and not all")
     args = parser.parse_args()
     args.work.mkdir(exist_ok=True)

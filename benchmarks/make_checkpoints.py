@@ -7,8 +7,6 @@
         --model cut/liresnet-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-liresnet-w128 --data ../shared/data/cifar10 --work w128 \
         --model liresnet-w128.safetensors
-    python -m benchmarks.make_checkpoints cifar10-hybrid --data ../shared/data/cifar10 --work cut \
-        --model cut/hybrid-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-hybrid-l2 --data ../shared/data/cifar10 --work cut \
         --model cut/hybrid_l2-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
@@ -55,10 +53,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "cifar10-liresnet-w128": {
         "file": "cifar10_liresnet_w128.safetensors", "card": 500,
         "trained": ("python -m benchmarks.train_liresnet --data cifar10 --out liresnet-w128.safetensors",),
-    },
-    "cifar10-hybrid": {
-        "file": "cifar10_hybrid.safetensors", "images": 1000, "curve": EPS, "card": 300,
-        "trained": ("python -m benchmarks.liresnet_cut --data cifar10 --work cut --attention dot",),
     },
     "cifar10-hybrid-l2": {
         "file": "cifar10_hybrid_l2.safetensors", "method": "gloro",

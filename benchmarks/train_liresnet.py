@@ -1,20 +1,19 @@
-"""Trains LiResNets of width 128 on one GPU: ``cifar10-liresnet-w128`` (recipe ``cut``), and others.
+"""Trains ``cifar10-liresnet-w128`` and ``cifar10-liresnet-108``, LiResNets of width 128, on one GPU.
 
     python -m benchmarks.train_liresnet --data ../shared/data/cifar10 --out liresnet-w128.safetensors
-    python -m benchmarks.train_liresnet --recipe further --start cifar10-liresnet-w128 --data ... --out on.safetensors
     python -m benchmarks.train_liresnet --recipe far --data ../shared/data/cifar10 --out far.safetensors
 
 A teacher, a small ResNet without constraints that is trained for a few epochs, gives probabilities that are mixed into
 the labels. The loss is cross-entropy after every wrong class is given ε times a slope more, at most until it has won.
-``cut`` and ``further`` train a smooth end for a certificate behind the blocks, with the slope of ``finetune --loss
-cut``: K‖∇_c m‖, where c is the output of the blocks, m the margin to the runner-up, and K the Lipschitz constant of the
-layers up to c. ``far`` trains for ``gloro`` at large ε: the slope is the global bound K‖w_y − w_j‖ of EMMA, with K of
-all layers before the head. K is estimated by subspace iteration in training; the certificate computes a bound.
+``cut`` trains a smooth end for a certificate behind the blocks, with the slope of ``finetune --loss cut``: K‖∇_c m‖,
+where c is the output of the blocks, m the margin to the runner-up, and K the Lipschitz constant of the layers up to c.
+``far`` trains for ``gloro`` at large ε: the slope is the global bound K‖w_y − w_j‖ of EMMA, with K of all layers before
+the head. K is estimated by subspace iteration in training; the certificate computes a bound.
 
 A step is one CUDA graph, without which the GPU waits for Python most of the time; one epoch takes a second on an H100.
 Without a GPU the same steps run one by one. With ``--minutes`` the schedule of each training follows the clock in place
-of the number of epochs. Of ``cut``, the last images of a shuffle are held out of the first training; the second takes
-all. What epochs said goes to benchmarks/results/train_liresnet.json, or beside the artifact of another recipe.
+of the number of epochs. Of ``cut``, the last images of a shuffle are held out of the first training; the second, which
+starts from its weights, takes all. What epochs said goes to benchmarks/results/train_liresnet.json by recipe.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from timm.optim.muon import zeropower_via_newtonschulz
 from torch import Tensor, nn
 
@@ -74,9 +72,7 @@ RECIPES = {
         Training(45_000, 154, 1e-2, (0.1, 2.0), "cut", 0.07, 0.5, 14),
         Training(50_000, 244, 5e-3, (2.3, 2.3), "cut", 0.04, 0.6, 24),
     ),
-    "further": (Training(50_000, 280, 5e-3, (2.5, 2.5), "cut", 0.0, 0.7, 30),),
-    "far": (Training(50_000, 280, 1e-2, (0.1, 4.0), "global", 0.0, 0.6, 30),),
-    "teacher": (),
+    "far": (Training(50_000, 187, 1e-2, (0.1, 4.0), "global", 0.0, 0.6, 30),),
 }
 
 
@@ -365,37 +361,13 @@ class Student:
         return said
 
 
-def known_teacher(images: Tensor, labels: Tensor, epochs: int, file: Path | None) -> Teacher:
-    """The teacher of the file; trained, and written there, where it does not exist."""
-    if file is None or not file.exists():
-        teacher = teacher_of(images, labels, epochs)
-        if file is not None:
-            save_file({key: value.contiguous() for key, value in teacher.state_dict().items()}, file)
-        return teacher
-    teacher = Teacher()
-    teacher.load_state_dict(load_file(file))
-    return teacher.to(images.device).to(memory_format=torch.channels_last).eval().requires_grad_(False)
-
-
-def begun(recipe: str, start: str | None) -> lipcert.Model:
-    """The network before training: with the weights of another, or random."""
-    beta = 0.0 if recipe == "far" else 4.0
-    model = lipcert.load("liresnet_l6w128", pretrained=False, beta=beta, neck=128, num_features=512)
-    if start:
-        known = lipcert.load(start)
-        model.net.load_state_dict(known.net.state_dict())
-        model.recipe.extend(known.recipe)
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", required=True, help="folder with train.tar")
     parser.add_argument("--out", type=Path, required=True, help="the artifact")
-    parser.add_argument("--recipe", choices=RECIPES, default="cut", help="teacher trains nothing but a teacher")
-    parser.add_argument("--start", help="weights to start from: a checkpoint or an artifact; random where not given")
-    parser.add_argument("--teacher", type=Path, help="a file with the teacher's weights; written where there is none")
+    parser.add_argument("--recipe", choices=RECIPES, default="cut")
     parser.add_argument("--minutes", type=float, help="of each training, in place of its epochs")
+    parser.add_argument("--result", type=Path, default=RESULT)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--epochs", type=int, help="of each training and teacher, for a trial")
     parser.add_argument("--images", type=int, help="of the training images, for a trial")
@@ -406,26 +378,26 @@ def main() -> None:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))[: args.images]
     images, labels = images[order].to(device), labels[order].to(device)
     torch.manual_seed(1)
-    model = begun(args.recipe, args.start).to(device).to(memory_format=torch.channels_last)
+    beta = 4.0 if args.recipe == "cut" else 0.0
+    model = lipcert.load("liresnet_l6w128", pretrained=False, beta=beta, neck=128, num_features=512)
+    model = model.to(device).to(memory_format=torch.channels_last)
     said = []
     for plan in RECIPES[args.recipe]:
         if args.epochs:
             plan = plan._replace(epochs=args.epochs, teacher_epochs=args.epochs)
         x, y = images[: plan.images], labels[: plan.images]
-        student = Student(model, known_teacher(x, y, plan.teacher_epochs, args.teacher), plan, device)
+        student = Student(model, teacher_of(x, y, plan.teacher_epochs), plan, device)
         if device.type == "cuda":
             student.capture()
         seconds = args.minutes and 60 * args.minutes
         said.append({**plan._asdict(), "said": student.train(x, y, seconds)})
-    if not RECIPES[args.recipe]:
-        known_teacher(images, labels, args.epochs or 30, args.teacher)
-        return
     model = model.cpu()
     model.recipe.append({"step": "train", "with": f"benchmarks.train_liresnet --recipe {args.recipe}"})
     lipcert.save(rounded(model), args.out)
+    known = json.loads(args.result.read_text()) if args.result.exists() else {}
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    result = RESULT if args.recipe == "cut" else args.out.with_suffix(".json")
-    result.write_text(json.dumps({"device": name, "trainings": said, "environment": environment()}, indent=1) + "\n")
+    result = {args.recipe: {"device": name, "trainings": said, "environment": environment()}}
+    args.result.write_text(json.dumps({**known, **result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
