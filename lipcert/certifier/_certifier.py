@@ -149,7 +149,8 @@ class Certifier:
 
     def _images_together(self, memory: float) -> int:
         """The number of images, a power of two, whose work and memory stay within the limits."""
-        kind, flops, size = self.model.device.type, self.subject.flops, self.subject.bytes
+        flops, size = self.subject.flops, self.subject.bytes
+        kind = "cuda" if self.model.device.type == "cuda" else "cpu"
         largest = max(method.memory for method in self.methods.values())
         slowest = max(method.work for method in self.methods.values())
         if self.attack is not None:
