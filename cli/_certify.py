@@ -99,7 +99,7 @@ def certify(
     several_models = models_file is not None or len(names) > 1
     if several_models and asked_weights.checkpoint is not None:
         raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
-    start()
+    start(*(() if several_models else names), *asked_weights.files, classes, labels, data=data)
     from . import _certifying
 
     _certifying.run(

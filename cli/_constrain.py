@@ -55,7 +55,7 @@ def constrain(
     """Lower the norms of the layers and preserve their outputs on images; holds out every fifth image."""
     asked, asked_pixels, asked_weights = settings(), pixels(), weights()
     until = time.time() + parse_duration(time_budget)
-    start()
+    start(model, *asked_weights.files, classes, labels, data=data)
     from lipcert.certvit import constrain as constrain_model
     from lipcert.inputs.artifact import save
     from lipcert.inputs.batches import EVERY

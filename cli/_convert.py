@@ -73,7 +73,7 @@ def convert(
     for name, value in choices.items():
         one_of(name, value, _CHOICES[name])
     asked, asked_weights = pixels(), weights()
-    start()
+    start(model, *asked_weights.files, data=data)
     from lipcert.inputs.artifact import save
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model

@@ -22,6 +22,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        LipcertError.in_command = True
         try:
             return command(*args, **kwargs)
         except Interrupted as error:
@@ -44,5 +45,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt as error:
             complain("lipcert: interrupted")
             raise typer.Exit(130) from error
+        finally:
+            LipcertError.in_command = False
 
     return wrapped

@@ -113,7 +113,7 @@ def finetune(
     as_json: AsJson = False,
 ) -> None:
     """Train a model for larger certified radii; rerun the command to continue after an interruption."""
-    asked_pixels = pixels()
+    asked_pixels, asked_weights = pixels(), weights()
     given = settings.keywords
     if recipe is None:
         settings()
@@ -126,7 +126,7 @@ def finetune(
     if validate and (validate < 0 or given.get("ema") is not None):
         raise InputError("--validate takes a number of images, and no --ema: it keeps the weights of one epoch")
     until = time.time() + parse_duration(time_budget)
-    start()
+    start(model, teacher, *asked_weights.files, classes, labels, data=data)
     from . import _finetuning
 
     _finetuning.run(
@@ -152,6 +152,6 @@ def finetune(
         out=out,
         force=force,
         as_json=as_json,
-        weights=weights(),
+        weights=asked_weights,
         device=device,
     )

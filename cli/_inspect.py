@@ -39,7 +39,7 @@ def inspect(
 ) -> None:
     """Show the Lipschitz constants of the operations on the path that determines the global bound."""
     asked, asked_weights = pixels(), weights()
-    start()
+    start(model, *asked_weights.files)
     from lipcert.bounds import lipschitz
 
     from ._loading import load_model, model_options

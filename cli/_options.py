@@ -12,6 +12,7 @@ import typer
 from lipcert.settings import option, settings_of
 
 from ._commands import MODEL, OUTPUT
+from ._parse import parse_model_args
 
 MODEL_HELP = (
     "A timm name, an hf-hub: id, a path, or a name from lipcert models; by default the newest "
@@ -109,6 +110,9 @@ class Weights:
         group=MODEL,
         alias="--model-kwargs",
     )
+
+    def __post_init__(self) -> None:
+        parse_model_args(self.model_args)
 
     @property
     def files(self) -> list[Path]:

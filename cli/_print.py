@@ -17,6 +17,8 @@ from datetime import timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
+from lipcert.inputs.files import check_there, is_named_data, place_of
+
 # Set by --quiet: only results and errors are printed.
 quiet = False
 imported: list[str] = []  # by --import, which further commands need too
@@ -196,8 +198,14 @@ def in_bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1.0, count / 1e6):.0f} MB"
 
 
-def start() -> None:
-    """Imports torch and timm, which takes seconds; a command calls it after its options are checked."""
+def start(*files: str | os.PathLike[str] | None, data: str | None = None) -> None:
+    """Imports torch and timm, which takes seconds; a command calls it after its options are checked.
+
+    So do files and images that are not there end a command at once.
+    """
+    check_there(*files)
+    if data is not None and not is_named_data(data):
+        place_of(data)
     _next_line[:] = time.monotonic() + _FIRST_PAUSE, _FIRST_PAUSE
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     # Of torch's and numpy's own, about speed and about numbers that the certificates judge themselves.

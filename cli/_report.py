@@ -40,7 +40,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Show results: certified accuracy over ε, radii, methods; compares several results."""
-    start()
+    start(*results)
     from lipcert.report import (
         OVERVIEW,
         available,

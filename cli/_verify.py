@@ -59,7 +59,8 @@ def verify(
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     if Path(model).suffix == ".jsonl" or results.suffix == ".safetensors":
         raise InputError(f"MODEL comes first, then RESULTS: lipcert verify {results} {model}")
-    start()
+    asked_weights = weights()
+    start(model, results, *asked_weights.files, classes, labels, data=data)
     from lipcert.inputs.data import open_images
     from lipcert.numerics import as_assumed
     from lipcert.results import read_run
@@ -69,7 +70,7 @@ def verify(
     from ._loading import load_model, show_data
 
     run = read_run(results)
-    loaded = load_model(model, weights(), denoiser=denoiser, device=device)
+    loaded = load_model(model, asked_weights, denoiser=denoiser, device=device)
     Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
     check_model(run, loaded)
     settings = run.settings(attack_of(run))

@@ -6,15 +6,27 @@ Each message is one line that says what is wrong and what to do. The command lin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 
 class LipcertError(Exception):
-    """The base class of all exceptions that lipcert raises intentionally."""
+    """The base class of all exceptions that lipcert raises intentionally.
+
+    A message may name an argument and the option for it, ``checkpoint= (--checkpoint)``; one of them is shown.
+    """
+
+    in_command: ClassVar[bool] = False  # whether a command runs, which prints the option
 
     def __str__(self) -> str:
         """The message, with non-printable characters escaped, so that names from files cannot break its line."""
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+        text = super().__str__()
+        if self.in_command:
+            text = re.sub(r"\w+=\w* \((--[^)]+)\)", r"\1", text)
+        else:
+            text = re.sub(r" \(--[^)]+\)", "", text)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class InputError(LipcertError, ValueError):
@@ -59,7 +71,7 @@ class UnsupportedOperation(LipcertError):
         return (
             f"no {missing}rule for {count} operation{'s' if count != 1 else ''}: {listed}; "
             f"add one with @lipcert.bounds.{missing.strip() or 'rule'}, convert the modules, or certify with "
-            "--method smoothing, which needs no rules"
+            "--method smoothing, which needs no rules; docs/how-to/write-a-rule.md shows how"
         )
 
 
@@ -91,8 +103,8 @@ class UnsupportedCode(UnsupportedOperation):
         remedy = "rewrite it so that every image and dtype takes the same tensor operations"
         if "changes its module" in listed:
             remedy += (
-                ". Where torch.nn.utils.parametrize computes a weight anew at every call, freeze=True of lipcert.load "
-                "(--model-args freeze=True) keeps it; where forward does, store the computed weight once"
+                ". Where torch.nn.utils.parametrize computes a weight anew at every call, "
+                "freeze=True (--model-args freeze=True) keeps it; where forward does, store the computed weight once"
             )
         return f"the network's code cannot be certified: {listed}; {remedy}"
 

@@ -258,10 +258,10 @@ def test_images_that_the_network_does_not_take():
 
 def test_no_network_is_one_line(no_hub, capfd):
     for name in ("test_vit", "test_resnet.r160_in1k"):
-        message = fails(LoadError, "no network", "--checkpoint", source=name, cache_dir=str(no_hub))
-        assert "--no-pretrained" not in message  # there is nothing to certify in random weights
+        message = fails(LoadError, "no network", "checkpoint=", source=name, cache_dir=str(no_hub))
+        assert "pretrained=False" not in message  # there is nothing to certify in random weights
     message = fails(LoadError, "no network", source="hf-hub:nobody/nothing", cache_dir=str(no_hub))
-    assert "--no-pretrained" not in message
+    assert "pretrained=False" not in message
     assert "Retry" not in "".join(capfd.readouterr())
 
 
@@ -346,8 +346,8 @@ def test_folder_that_timm_saved(tiny_net, tmp_path):
 def test_artifacts_are_complete(tmp_path):
     file = tmp_path / "a.safetensors"
     save(load("vit_tiny_patch16_224", pretrained=False, **TINY), file)
-    fails(InputError, "--no-pretrained", source=file, pretrained=False)
-    fails(InputError, "--checkpoint", source=file, checkpoint="w.pth")
+    fails(InputError, "pretrained=False", source=file, pretrained=False)
+    fails(InputError, "checkpoint=", source=file, checkpoint="w.pth")
     fails(InputError, "num_classes", source=file, num_classes=3)
     fails(InputError, "mean", source=file, mean=(0, 0, 0))
     fails(InputError, "complete", source="vit_tiny_patch16_224", checkpoint=file)

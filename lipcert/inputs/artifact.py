@@ -160,7 +160,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
     if not isinstance(name, str) or not timm.is_model(name):
         raise LoadError(
             f"{path} names the architecture {name!r}, which timm {timm.__version__} does not have; "
-            "if a module of yours registers it, import that first (--import)"
+            "if a module of yours registers it, import that first: --import MODULE"
         )
     if not isinstance(arguments, dict) or WEIGHT_ARGUMENTS & arguments.keys():
         raise LoadError(f"{path} is damaged: its model arguments are not those of a lipcert artifact; write it again")

@@ -30,9 +30,10 @@ from torchvision.transforms import Compose, Normalize
 
 from lipcert.errors import InputError, first_line, shortened
 from lipcert.inputs.classes import LabelList, number_by_name, printable
+from lipcert.inputs.files import is_named_data, place_of
 from lipcert.inputs.folders import SUFFIXES, ImageFiles, Purpose, in_folder, in_tar
 from lipcert.inputs.loading import number_of_classes
-from lipcert.inputs.named_data import KINDS, open_named
+from lipcert.inputs.named_data import open_named
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
 from lipcert.inputs.samples import sample_images
 from lipcert.model import Model
@@ -231,20 +232,20 @@ def open_images(
     """
     if limit is not None and limit < 1:
         raise InputError(f"the limit must be at least 1 image, got {limit}")
-    kind = "" if spec is None else os.fspath(spec).partition("/")[0].lower()
-    named = spec is None or (kind in KINDS and "/" in os.fspath(spec))
+    spec = None if spec is None else os.fspath(spec)
+    named = is_named_data(spec)
     if named and (classes or labels):
         raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
     if spec is None:
         images: Images = _StoredImages(model, limit)
     else:
-        spec, count = os.fspath(spec), number_of_classes(model)
+        count = number_of_classes(model)
         if not spec.strip():
             raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled ones")
         known = model.class_names if len(model.class_names) == count else ()
         transform = _Transform(model)
         if named:
-            source = open_named(kind, spec, purpose)
+            source = open_named(spec, purpose)
         else:
             source = _open_path(spec, purpose, count, known, classes, None if labels is None else LabelList(labels))
         images = _ReadImages(spec, source, transform, count, known, limit)
@@ -460,13 +461,7 @@ def _open_path(
     classes: str | os.PathLike[str] | None,
     labels: LabelList | None,
 ) -> Any:
-    path, split = Path(spec), None
-    if not os.path.exists(path):
-        place, colon, name = spec.rpartition(":")
-        if not (colon and os.path.exists(place)):
-            kinds = " and ".join(f"{kind}/" for kind in KINDS)
-            raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
-        path, spec, split = Path(place), place, name
+    path, spec, split = place_of(spec)
     if path.is_file() and path.suffix.lower() in SUFFIXES:
         return _OneImage(path)
     if not path.is_dir() and path.suffix.lower() != ".tar":

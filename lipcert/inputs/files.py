@@ -1,4 +1,4 @@
-"""Writes files in one step: a reader sees the old content or the new, never a part."""
+"""Files, without torch: whether they are there, and writing them in one step, so that no reader sees a part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,42 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from lipcert.errors import InputError, LoadError
+
+# What files of weights are called.
+WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
+# Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
+KINDS = {"torch": None, "hfds": "datasets"}
+
+
+def check_there(*files: str | os.PathLike[str] | None) -> None:
+    """Refuses files that do not exist; names of models that are no files pass, and so does None."""
+    for file in files:
+        name = "" if file is None else os.fspath(file)
+        means_file = isinstance(file, Path) or Path(name).suffix.lower() in WEIGHTS
+        if means_file and not name.startswith("hf") and not os.path.lexists(name):
+            raise LoadError(f"there is no file {name}")
+
+
+def is_named_data(spec: str | None) -> bool:
+    """Whether images are those that come with lipcert, or a data set by name, such as ``torch/cifar10``."""
+    return spec is None or ("/" in spec and spec.partition("/")[0].lower() in KINDS)
+
+
+def place_of(spec: str) -> tuple[Path, str, str | None]:
+    """The path of a data set, its name and the split after a colon: of ``images:val``, for example.
+
+    Raises:
+        InputError: there is no such path.
+    """
+    if os.path.exists(spec):
+        return Path(spec), spec, None
+    place, colon, split = spec.rpartition(":")
+    if colon and os.path.exists(place):
+        return Path(place), place, split
+    kinds = " and ".join(f"{kind}/" for kind in KINDS)
+    raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
 
 
 @contextmanager

@@ -25,9 +25,10 @@ from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
 from lipcert.inputs.artifact import is_artifact, load_artifact
 from lipcert.inputs.checkpoints import ASSETS, path_of
+from lipcert.inputs.files import WEIGHTS
 from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.timm_networks import create_net, is_timm_name, rebuild_recipe, takes_size
-from lipcert.inputs.weights import SUFFIXES, check_finite, load_weights, read_checkpoint
+from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
 BUNDLED = ASSETS / "digits_vit.safetensors"
@@ -122,7 +123,7 @@ def load(
             _refuse(options | ({"freeze"} if freeze else set()), f"the lipcert artifact {name}, which is complete")
             return load_artifact(name)
         hub = re.fullmatch(r"(?:https?:/+huggingface\.co/)?([\w-]+/[\w.-]+)", name)
-        if hub and not os.path.exists(name) and Path(name).suffix not in SUFFIXES:
+        if hub and not os.path.exists(name) and Path(name).suffix not in WEIGHTS:
             raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{hub[1]}")
         if checkpoint is not None:
             raise InputError(f"{name} and {checkpoint} are two files; give a timm name with checkpoint= (--checkpoint)")
@@ -169,7 +170,7 @@ def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
 
 def is_file(source: str) -> bool:
     """Whether a model argument means a file: by its suffix, by a folder in its name, or because the file exists."""
-    if Path(source).suffix.lower() in SUFFIXES:
+    if Path(source).suffix.lower() in WEIGHTS:
         return True
     return not is_timm_name(source) and (os.sep in source or os.path.exists(source))
 

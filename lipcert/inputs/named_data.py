@@ -14,14 +14,12 @@ import torch
 import torchvision.datasets
 
 from lipcert.errors import InputError, first_line
+from lipcert.inputs.files import KINDS
 from lipcert.inputs.folders import Purpose
 from lipcert.inputs.timm_networks import is_network_error
 
-# Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
-KINDS = {"torch": None, "hfds": "datasets"}
 
-
-def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
+def open_named(spec: str, purpose: Purpose = "certify") -> Any:
     """Opens a data set whose name starts with one of ``KINDS``, such as ``torch/svhn:train``.
 
     Those of torchvision lie in the folder ``datasets`` of torch.hub and are downloaded where they are missing.
@@ -30,6 +28,7 @@ def open_named(kind: str, spec: str, purpose: Purpose = "certify") -> Any:
         InputError: one that is not there, cannot be downloaded, or needs a package.
     """
     name, _, split = spec.partition(":")
+    kind = name.partition("/")[0].lower()
     package = "scipy" if name.lower() == "torch/svhn" else KINDS[kind]
     if package is not None and importlib.util.find_spec(package) is None:
         raise InputError(f"{name} needs the package {package}: pip install {package}")

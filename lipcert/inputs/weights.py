@@ -26,8 +26,6 @@ from lipcert.errors import LoadError, first_line, shortened
 from lipcert.inputs.preprocessing import INTERPOLATIONS
 from lipcert.model import unusable
 
-SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
-
 # The keys under which training scripts store the weights in a checkpoint. Averaged weights come first, as in timm's
 # loader.
 _WRAPPERS = (
@@ -247,11 +245,11 @@ def load_weights(
         remedy = "give the timm name and arguments it was made with"
         library = next((one for one, names in _LIBRARIES if any(re.search(names, key) for key in extra)), None)
         if only_heads and not missing:
-            remedy = f"give num_classes={shapes[next(iter(heads))][0][0]} (--model-args)"
+            count = shapes[next(iter(heads))][0][0]
+            remedy = f"give num_classes={count} (--model-args num_classes={count})"
         elif only_heads:
-            remedy = (
-                "it is a backbone without a classifier; train one: lipcert finetune with num_classes= (--model-args)"
-            )
+            remedy = "it is a backbone without a classifier; train one by finetune, with num_classes=N"
+            remedy += " (--model-args num_classes=N)"
         elif any(_COMPUTED.search(key) for key in extra):
             remedy = "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving"
         elif library is not None:
