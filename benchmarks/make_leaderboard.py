@@ -182,13 +182,6 @@ def _ours() -> Iterator[Entry]:
             f"**lipcert** `{name}`{more}", kind, 100 * row["clean"], _pgd(row), 100 * row["certified"],
             "`certified.json`", row["parameters"] / 1e6, _counted(row["certified"], row["images"]), minutes.get(name),
         )  # fmt: skip
-    kinked = read("kinked_cut")["cifar10-liresnet"]
-    yield Entry(
-        "**lipcert** `cifar10-liresnet`", "global, or anchored after a Lipschitz prefix (δ ≤ 1e-9)",
-        100 * kinked["clean"] / kinked["images"], None, 100 * kinked["staged"] / kinked["images"],
-        "`kinked_cut.json`", zoo["cifar10-liresnet"]["parameters"] / 1e6,
-        _counted(kinked["staged"] / kinked["images"], kinked["images"]),
-    )  # fmt: skip
     both = read("both_kinds")
     found = both["certificates"]["smoothing"]
     yield Entry(
