@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from lipcert.bounds._remainder import (
     each_entry,
     largest_share,
     per_image,
+    remainder,
 )
+from lipcert.graph import Node
 from lipcert.numerics import at_most, l2_norm, over, power_of_two, sum_squares, times
 
 # More than the rounding error of a difference, relative to what is subtracted from.
@@ -77,12 +80,26 @@ class Kinked(Remainder):
 
 
 class KinkedEntries(Kinked):
-    """Functions of single entries with kinks. Total: as against −w."""
+    """Functions of single entries with kinks at ``kinks(node)``, numbers or tensors. Total: as against −w."""
 
     entrywise = sums = True
+    kinks: Callable[[Node], Iterable[Any]] = staticmethod(lambda node: (0.0,))
+
+    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
+        z = operands[0]
+        distance = torch.full_like(z, math.inf)
+        for kink in self.kinks(node):
+            distance = torch.minimum(distance, (z - torch.as_tensor(kink, dtype=torch.float64)).abs())
+        super().__init__(distance)
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         return beyond(self.slope * weight, self.distance, *self._reach(rho))
+
+
+def kinked(*targets: Any, kinks: Callable[[Node], Iterable[Any]], slope: float = 1.0, bends: int = 0) -> None:
+    """Registers piecewise linear functions of single entries."""
+    facts = {"__doc__": KinkedEntries.__doc__, "kinks": staticmethod(kinks), "slope": slope, "bends": bends}
+    remainder(*targets)(type("KinkedEntries", (KinkedEntries,), facts))
 
 
 def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tensor:

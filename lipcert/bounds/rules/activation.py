@@ -19,7 +19,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
-from lipcert.bounds._kinks import Kinked, KinkedEntries
+from lipcert.bounds._kinks import Kinked, KinkedEntries, kinked
 from lipcert.bounds._registry import COUNTED, Call, NoAnswer, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import (
     Against,
@@ -268,11 +268,9 @@ def negated_box(walk: Walk, node: Node, x: State) -> State:
     return walk.result(node, x.down, x.up, way=extended(x, torch.ones_like(x.value)))
 
 
-box("relu", "relu6", "hardtanh", inactive=True)(clip)
-rounding("neg", "abs", "relu", "relu6")(exact)
-
-
-jacobian("relu", "relu6", "leaky_relu", "hardtanh", "clamp", "abs", absolute=0.0)(of_entries)
+box("relu", inactive=True)(clip)
+rounding("neg", "abs", "relu")(exact)
+jacobian("relu", "leaky_relu", "prelu", "abs", F.softshrink, absolute=0.0)(of_entries)
 jacobian("gelu", "elu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
 
 
@@ -304,7 +302,7 @@ class Rectifier(KinkedEntries):
     contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(operands[0].abs())
+        super().__init__(node, operands, result)
         self.side = torch.where(per_image(operands[0]) > 0, 1.0, -1.0)
 
     def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
@@ -326,46 +324,62 @@ class Rectifier(KinkedEntries):
         return Contracted((form,), bound, (constant,), linear.reshape(direction.shape))
 
 
-@rule(F.leaky_relu)
-def leaky_relu(call: Call, x: Value, negative_slope: float = 0.01, inplace: bool = False) -> Value:
-    """Slopes 1 and ``negative_slope``."""
-    slope = max(1.0, abs(negative_slope))
-    return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
+def _slopes(node: Node, dims: int) -> tuple[Any, Tensor]:
+    """The slopes for negative entries, as they are given, and to broadcast with a value of this many dimensions."""
+    args = arguments(node)
+    given = args["weight"] if node.op == "prelu" else args.get("negative_slope", 0.01)
+    if isinstance(given, Node):
+        raise NoAnswer("slopes that depend on the image")
+    slope = torch.as_tensor(given, dtype=torch.float64).detach()
+    return given, slope.reshape(-1, *[1] * (dims - 2)) if slope.numel() > 1 and dims > 1 else slope.reshape(())
 
 
-@box("leaky_relu", inactive=True)
+@rule("leaky_relu", "prelu")
+def leaky_relu(call: Call, x: Value, weight: Any = 0.01, inplace: bool = False) -> Value:
+    """Slopes 1 for positive entries and w, one or one for each channel, for negative ones: at most max(1, max|w|)."""
+    if isinstance(weight, Value):
+        raise NoAnswer("slopes that depend on the image")
+    weight = torch.as_tensor(weight, dtype=torch.float64)
+    slope = _larger(largest(weight), largest(torch.ones(())))
+    rows = None if x.rows is None else (x.rows[0], x.rows[1] * slope)
+    floor = 0.0 if not bool((weight > 0).any()) else -math.inf
+    return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope, rows=rows, floor=floor)
+
+
+@box("leaky_relu", "prelu", inactive=True)
 def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
-    """Slopes 1 and s: the slope of one side if the interval lies on that side."""
-    slope = float(arguments(node).get("negative_slope", 0.01))
-    if slope < 0:
+    """The slope of one side if the interval lies on that side, else the larger one; monotone for slopes ≥ 0."""
+    slope = _slopes(node, x.value.dim() - 1)[1].to(x.value.device).expand_as(x.value)
+    if bool((slope < 0).any()):
         return entrywise_box(walk, node, x)
     low, high = x.low, x.high
-    up = gap(walk.replay(node, high), walk.value(node))
-    down = gap(walk.value(node), walk.replay(node, low))
-    steep = torch.full_like(low, max(1.0, slope))  # torch.where of two numbers would round them to float32
-    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, steep))
-    rounding = torch.maximum(low.abs(), high.abs()) * (slope * 2.0**-51)
-    return walk.result(
-        node, up, down, way=extended(x, weight, local=True), rounding=torch.where(x.reach > 0, rounding, 0.0)
-    )
+    up, down = gap(walk.replay(node, high), walk.value(node)), gap(walk.value(node), walk.replay(node, low))
+    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, slope.clamp_min(1)))
+    error = torch.maximum(low.abs(), high.abs()) * slope * 2.0**-51
+    way = extended(x, weight, local=True)
+    return walk.result(node, up, down, way=way, rounding=torch.where(x.reach > 0, error, 0.0))
 
 
-@remainder("leaky_relu")
+@remainder("leaky_relu", "prelu")
 class LeakyRectifier(Rectifier):
-    """As ReLU, but the slope changes by 1 − negative_slope."""
+    """As ReLU, but the slope changes by 1 − w: at most by the largest |1 − w| of a channel.
+
+    Convex if all w ≤ 1, concave if all w ≥ 1.
+    """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        slope = arguments(node).get("negative_slope", 0.01)
-        self.slope = abs(1 - float(slope))
-        self.bends = 1 if slope <= 1 else -1
+        slope = _slopes(node, operands[0].dim() - 1)[1]
+        self.slope = float(largest(1 - slope)) * (1 + 2.0**-50)
+        self.bends = 1 if bool((slope <= 1).all()) else -1 if bool((slope >= 1).all()) else 0
 
 
-@rounding("leaky_relu")
+@rounding("leaky_relu", "prelu")
 def leaky_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """One product with the slope, and the slope itself is rounded to the format."""
-    slope = abs(float(arguments(node).get("negative_slope", 0.01)))
-    return fmt.rounded(operands[0].most * slope, 3) + operands[0].most * fmt.cast(slope).item()
+    """One product with the slope, which is rounded to the format itself."""
+    x = operands[0]
+    given, slope = _slopes(node, x.nominal.dim() - 1)
+    return fmt.rounded(x.most * slope.abs(), 3) + x.most * fmt.cast(given).reshape(slope.shape)
 
 
 @rule(F.elu)
@@ -420,39 +434,12 @@ def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
     return fmt.function(operands[0].most + 1 / beta) + math.exp(-threshold) / beta
 
 
-@remainder("abs")
-class Absolute(KinkedEntries):
-    """|z|: the kink is at distance |z|, and the slope changes by 2 there."""
-
-    slope = 2.0
-    bends = 1
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__(operands[0].abs())
+kinked("abs", kinks=lambda node: (0.0,), slope=2.0, bends=1)
+kinked("hardsigmoid", kinks=lambda node: (-3.0, 3.0), slope=1 / 6)
 
 
-# Torch computes parts of hardsigmoid, hardswish and their derivatives with ⅙ and ½ in float32: an error below 1e-8.
+# Torch computes parts of hardswish and its derivatives with ⅙ and ½ in float32: an error below 1e-8.
 _FLOAT32 = 1e-8
-
-
-@remainder("hardsigmoid")
-class HardSigmoid(KinkedEntries):
-    """Slope ⅙ on [−3, 3] and 0 outside: it changes by at most ⅙, beyond the nearer kink."""
-
-    slope = 1 / 6
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__((operands[0].abs() - 3).abs())
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return super().norm(rho) + _FLOAT32 * rho[0]
-
-    def against(self, direction: Tensor) -> Against:
-        kinked, size = super().against(direction), _FLOAT32 * l2_norm(per_image(direction), 1)
-        return lambda rho: kinked(rho) + size * rho[0]
-
-    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
-        return super().total(weight, rho, size) + _FLOAT32 * l2_norm(weight, 1) * rho[0]
 
 
 @remainder("hardswish")
@@ -529,44 +516,59 @@ def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
     return unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else clip(walk, node, x)
 
 
-@remainder(F.hardtanh, F.relu6, "clamp")
-class Clamp(KinkedEntries):
-    """min(max(z, low), high): the slope is 0 or 1 and does not change up to the nearer limit; see :class:`Kinked`."""
+def clips(*targets: Any, limits: Callable[[Node], Sequence[Any]]) -> None:
+    """Registers functions that clip to limits, which are numbers, constants or None: the slope is 0 or 1."""
 
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        z = operands[0]
-        low, high = _limits(node)
-        distance = torch.full_like(z, math.inf)
-        for limit in (low, high):
-            if limit is not None:
-                distance = torch.minimum(distance, (z - torch.as_tensor(limit, dtype=torch.float64)).abs())
-        super().__init__(distance)
+    def given(node: Node) -> list[Any]:
+        return [limit for limit in limits(node) if limit is not None]
+
+    def limit_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+        """Comparisons are exact, but the limits are rounded to the deployed format."""
+        error = zeros(node, operands)
+        for limit in given(node):
+            error = torch.maximum(error, aligned(fmt.cast(limit), node, images=False).to(error.device))
+        return error
+
+    kinked(*targets, kinks=given)
+    jacobian(*targets, absolute=0.0)(of_entries)
+    rounding(*targets)(limit_rounding)
 
 
-def _limits(node: Node) -> tuple[Any, Any]:
-    if node.op == "relu6":
-        return 0.0, 6.0
-    if node.op == "hardtanh":
-        call = arguments(node)
-        return call.get("min_val", -1.0), call.get("max_val", 1.0)
+def _clamped(node: Node) -> Sequence[Any]:
     call = arguments(node)
     if len(node.operands) > 1 or node.shape != node.operands[0].shape:
         raise NoAnswer("limits that depend on the image, or are larger than the value")
     return call.get("min"), call.get("max")
 
 
-@rounding("clamp", "hardtanh")
-def clamp_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Comparisons are exact, but the limits are rounded to the deployed format."""
+def _hard(node: Node) -> Sequence[Any]:
     call = arguments(node)
-    if node.op == "clamp":
-        limits = [call.get("min"), call.get("max")]
-    else:
-        limits = [call.get("min_val", -1.0), call.get("max_val", 1.0)]
-    if any(isinstance(limit, Node) for limit in limits):
-        raise NoAnswer("limits that depend on the image")
-    error = zeros(node, operands)
-    for limit in limits:
-        if limit is not None:
-            error = torch.maximum(error, aligned(fmt.cast(limit), node, images=False).to(error.device))
-    return error
+    return call.get("min_val", -1.0), call.get("max_val", 1.0)
+
+
+box("relu6", "hardtanh", inactive=True)(clip)
+clips("relu6", limits=lambda node: (0.0, 6.0))
+clips("hardtanh", limits=_hard)
+clips("clamp", limits=_clamped)
+
+
+@rule(F.softshrink)
+def soft_shrink(call: Call, x: Value, lambd: float = 0.5) -> Value:
+    """x minus its projection onto [−λ, λ]: slopes 0 and 1, |φ(x)| ≤ |x|."""
+    if not lambd >= 0:
+        raise NoAnswer(f"lambd = {lambd:g}")
+    return x.bounded(x.lip)
+
+
+def _lambda(node: Node) -> float:
+    return float(arguments(node).get("lambd", 0.5))
+
+
+box(F.softshrink)(entrywise_box)
+kinked(F.softshrink, kinks=lambda node: (-_lambda(node), _lambda(node)))
+
+
+@rounding(F.softshrink)
+def soft_shrink_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """One difference with λ, which is rounded to the format itself."""
+    return fmt.rounded(operands[0].most) + fmt.cast(_lambda(node)).item()

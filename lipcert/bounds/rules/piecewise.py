@@ -1,4 +1,4 @@
-"""Activations with parameters, thresholds, sorting, and log-softmax."""
+"""Sorting and log-softmax."""
 
 from __future__ import annotations
 
@@ -7,104 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._box import State, Walk, extended, gap, monotone
-from lipcert.bounds._jacobian import Bounds, gamma, of_entries, selecting
-from lipcert.bounds._kinks import Kinked, KinkedEntries
+from lipcert.bounds._box import State, Walk, monotone
+from lipcert.bounds._jacobian import Bounds, gamma, selecting
+from lipcert.bounds._kinks import Kinked
 from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
 from lipcert.bounds._remainder import Against, per_image, remainder
 from lipcert.bounds._rounding import Operand, exact
-from lipcert.bounds._value import Value, largest
-from lipcert.bounds.rules.activation import entrywise_box
+from lipcert.bounds._value import Value
 from lipcert.bounds.rules.attention import _HIDDEN, LogSumExp
 from lipcert.graph import Node
 from lipcert.numerics import EXTRA, Format, Upper, l2_norm
-
-
-def _slopes(node: Node, dims: int) -> Tensor:
-    """The slopes for negative entries, to broadcast with a value of this number of dimensions, its batch included."""
-    weight = arguments(node)["weight"]
-    if not isinstance(weight, Tensor):
-        raise NoAnswer("slopes that depend on the image")
-    weight = weight.detach().double()
-    return weight.reshape(-1, *[1] * (dims - 2)) if weight.numel() > 1 and dims > 1 else weight.reshape(())
-
-
-@rule("prelu")
-def parametric_relu(call: Call, x: Value, weight: Tensor) -> Value:
-    """Slopes 1 for positive entries and w, one for each channel, for negative ones: at most max(1, max|w|)."""
-    slope = max(largest(weight), largest(torch.ones(())))
-    rows = None if x.rows is None else (x.rows[0], x.rows[1] * slope)
-    floor = 0.0 if not bool((weight > 0).any()) else -math.inf
-    return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope, rows=rows, floor=floor)
-
-
-@box("prelu", inactive=True)
-def parametric_relu_box(walk: Walk, node: Node, x: State) -> State:
-    """The slope of one side if the interval lies on that side, else the larger one; monotone for slopes ≥ 0."""
-    slope = _slopes(node, x.value.dim() - 1).to(x.value.device).expand_as(x.value)
-    if bool((slope < 0).any()):
-        return entrywise_box(walk, node, x)
-    low, high = x.low, x.high
-    up, down = gap(walk.replay(node, high), walk.value(node)), gap(walk.value(node), walk.replay(node, low))
-    weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, slope.clamp_min(1)))
-    error = torch.maximum(low.abs(), high.abs()) * slope * 2.0**-51
-    way = extended(x, weight, local=True)
-    return walk.result(node, up, down, way=way, rounding=torch.where(x.reach > 0, error, 0.0))
-
-
-@remainder("prelu")
-class ParametricRelu(KinkedEntries):
-    """The kink is at distance |z|, and the slope changes by 1 − w there: at most by the largest |1 − w| of a channel.
-
-    Convex if all w ≤ 1, concave if all w ≥ 1.
-    """
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        slope = _slopes(node, operands[0].dim() - 1)
-        super().__init__(operands[0].abs())
-        self.slope = float(largest(1 - slope)) * (1 + 2.0**-50)
-        self.bends = 1 if bool((slope <= 1).all()) else -1 if bool((slope >= 1).all()) else 0
-
-
-@rounding("prelu")
-def parametric_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """One product with the slope, which is rounded to the format itself."""
-    x = operands[0]
-    dims = x.nominal.dim() - 1
-    slope = _slopes(node, dims)
-    cast = fmt.cast(arguments(node)["weight"])
-    cast = cast.reshape(-1, *[1] * (dims - 2)) if cast.numel() > 1 and dims > 1 else cast.reshape(())
-    return fmt.rounded(x.most * slope.abs(), 3) + x.most * cast
-
-
-@rule(F.softshrink)
-def soft_shrink(call: Call, x: Value, lambd: float = 0.5) -> Value:
-    """x minus its projection onto [−λ, λ]: slopes 0 and 1, |φ(x)| ≤ |x|."""
-    if not lambd >= 0:
-        raise NoAnswer(f"lambd = {lambd:g}")
-    return x.bounded(x.lip)
-
-
-@remainder(F.softshrink)
-class SoftShrink(KinkedEntries):
-    """The slope changes by 1 at ±λ; up to the nearer kink it does not change."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        super().__init__((operands[0].abs() - float(arguments(node).get("lambd", 0.5))).abs())
-
-
-@rounding(F.softshrink)
-def soft_shrink_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """One difference with λ, which is rounded to the format itself."""
-    return fmt.rounded(operands[0].most) + fmt.cast(float(arguments(node).get("lambd", 0.5))).item()
-
-
-box(F.softshrink)(entrywise_box)
-jacobian("prelu", F.softshrink, absolute=0.0)(of_entries)
 
 
 def _sorted_along(node: Node) -> int:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._box import State, Walk, clip, extended, monotone
-from lipcert.bounds._jacobian import of_entries
-from lipcert.bounds._kinks import Kinked
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
-from lipcert.bounds._remainder import remainder
-from lipcert.bounds._rounding import Operand, aligned, exact, zeros
+from lipcert.bounds._registry import Call, NoAnswer, box, rounding, rule
+from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value, largest
+from lipcert.bounds.rules.activation import clips
 from lipcert.graph import Node
 from lipcert.numerics import INFINITE, Format, Upper
 from lipcert.surgery import (
@@ -101,24 +99,12 @@ def clipped_relu(call: Call, module: ClippedReLU, x: Value) -> Value:
 box(ClippedReLU, inactive=True)(clip)
 
 
-@remainder(ClippedReLU)
-class Clipping(Kinked):
-    """Slope 1 between the kinks at 0 and θ, and 0 outside: |R_i| ≤ (|δ_i| − distance to the nearer kink)₊."""
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        module: Any = node.function
-        z = operands[0]
-        super().__init__(torch.minimum(z.abs(), (z - module.threshold.double()).abs()))
-
-
-jacobian(ClippedReLU, absolute=0.0)(of_entries)
-
-
-@rounding(ClippedReLU)
-def clipped_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """Comparisons are exact, but the threshold is rounded to the deployed format."""
+def _thresholds(node: Node) -> tuple[float, Tensor]:
     module: Any = node.function
-    return zeros(node, operands) + aligned(fmt.cast(module.threshold), node, images=False)
+    return 0.0, module.threshold
+
+
+clips(ClippedReLU, limits=_thresholds)
 
 
 @rule(MaxMin, ClippedMaxMin)
