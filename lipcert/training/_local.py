@@ -8,8 +8,7 @@ are those of Lee, Lee and Park, "Lipschitz-certifiable training with a tight out
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +25,10 @@ from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 
 _LOOKED_AT = 16  # images of a batch that show how often boxes are tighter than balls
 _RARELY = 1e-3
-_ALL = slice(None)
 _TINY = 1e-12
 _FIXED = ("add", "sub", "mul", "div")
 _SAME = ("identity", "dropout", "reshape")
 _PIECEWISE = ("relu", ClippedReLU, MaxMin, ClippedMaxMin)
-
-Box = Callable[[slice], tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -41,15 +37,16 @@ class BoxState:
 
     Attributes:
         nominal: the value at the images, shape (N, ...).
-        box: computes lower and upper bounds on the entries of the images of a slice.
+        low, high: bounds on its entries.
         rho: a bound on the norm of its deviation, shape (N,).
         moves: 1 for entries that can vary and 0 for constant ones, of the shape of ``nominal``; None if all can vary.
     """
 
     nominal: Tensor
-    box: Box
+    low: Tensor
+    high: Tensor
     rho: Tensor
-    moves: Tensor | None
+    moves: Tensor | None = None
 
 
 class LocalBound:
@@ -115,8 +112,7 @@ class LocalBound:
         head = _Linear(last)
         logits = head(x.nominal)
         rows = head.weight - head.weight[labels][:, None]  # w_j − w_y, (N, classes, features)
-        low, high = x.box(_ALL)
-        rise = reach(rows, (x.nominal - low)[:, None], (high - x.nominal)[:, None], x.rho[:, None])
+        rise = reach(rows, (x.nominal - x.low)[:, None], (x.high - x.nominal)[:, None], x.rho[:, None])
         return logits, logits + rise, torch.stack(losses).mean() if losses else logits.new_zeros(())
 
     @torch.no_grad()
@@ -140,19 +136,19 @@ class LocalBound:
         self, images: Tensor, eps: float, upper_weight: float | None = None
     ) -> tuple[BoxState, Node, list[Tensor], list[Tensor]]:
         """The input of the last layer, this layer, and of each activation its sparsity loss and which units move."""
-        box = partial(_of, ((images - eps).clamp(min=0), (images + eps).clamp(max=1)))
-        x = BoxState(images, box, images.new_full((len(images),), eps), None)
+        ball = images.new_full((len(images),), eps)
+        x = BoxState(images, (images - eps).clamp(min=0), (images + eps).clamp(max=1), ball)
         nodes = self._nodes()[1:]
         losses: list[Tensor] = []
         moving: list[Tensor] = []
         for place, node in enumerate(nodes[:-1]):
             if node.op in _SAME:
-                x = _reshaped(x, node.shape[1:])
+                x = _each(x, _reshape(node.shape[1:]), reshapes=True)
             elif node.op in _FIXED:
                 x = _fixed(x, node)
             elif node.op in _PIECEWISE:
                 if upper_weight is not None:
-                    losses.append(_sparsity(node, *x.box(_ALL), upper_weight))
+                    losses.append(_sparsity(node, x, upper_weight))
                 x = _activated(x, node)
                 moving.append((torch.ones_like(x.nominal) if x.moves is None else x.moves).flatten(1))
             else:
@@ -164,28 +160,17 @@ class LocalBound:
         linear = _Linear(node)
         nominal = linear(x.nominal)
         rows = linear.product(torch.ones_like(x.nominal[:1]), linear.weight.square()).clamp_min(_TINY).sqrt()
-
-        def ball(part: slice) -> tuple[Tensor, Tensor]:
-            at, rho = _of((nominal, x.rho), part)
-            reached = rows * rho.view(-1, *[1] * (nominal.dim() - 1))
-            return at - reached, at + reached
-
-        def both(part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            low, high = x.box(part)
-            middle = linear((low + high) / 2)
-            spread = linear.product((high - low) / 2, linear.weight.abs())
-            return middle - spread, middle + spread, *ball(part)
-
+        reached = rows * x.rho.view(-1, *[1] * (nominal.dim() - 1))
+        low, high = nominal - reached, nominal + reached
+        some = slice(None, None, max(1, len(nominal) // _LOOKED_AT))
         with torch.no_grad():
-            low, high, least, most = both(slice(None, None, max(1, len(nominal) // _LOOKED_AT)))
-            tighter = ((low > least) | (high < most)).float().mean().item() > _RARELY
-        box: Box = ball
+            least, most = linear.interval(x.low[some], x.high[some])
+            tighter = ((least > low[some]) | (most < high[some])).float().mean().item() > _RARELY
         if tighter:
-            low, high, least, most = both(_ALL)
-            box = partial(_of, (torch.where(low > least, low, least), torch.where(high < most, high, most)))
-        with torch.no_grad():
-            moves = _moving(follower, *box(_ALL)) if follower.op in ("relu", ClippedReLU) else None
-        return BoxState(nominal, box, x.rho * self._norm(linear, x.moves, moves, place), moves)
+            least, most = linear.interval(x.low, x.high)
+            low, high = torch.where(least > low, least, low), torch.where(most < high, most, high)
+        moves = _moving(follower, low, high) if follower.op in ("relu", ClippedReLU) else None
+        return BoxState(nominal, low, high, x.rho * self._norm(linear, x.moves, moves, place), moves)
 
     def _norm(self, linear: _Linear, inner: Tensor | None, outer: Tensor | None, place: int) -> Tensor:
         """A lower estimate of ‖diag(outer) W diag(inner)‖ for each image, shape (N,), or (1,) without masks.
@@ -263,6 +248,12 @@ class _Linear:
         """The map with another weight of the same shape."""
         return F.linear(v, weight, bias) if self.geometry is None else self.geometry.apply(v, weight, bias)
 
+    def interval(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Bounds on the entries of the result between bounds on those of v."""
+        middle = self((low + high) / 2)
+        spread = self.product((high - low) / 2, self.weight.abs())
+        return middle - spread, middle + spread
+
     def weight_gradient(self, v: Tensor, u: Tensor) -> Tensor:
         """The gradient of ⟨u, W v⟩ with respect to W."""
         if self.geometry is None:
@@ -335,58 +326,38 @@ def _unit(vector: Tensor) -> Tensor:
     return F.normalize(vector.flatten(1), dim=1).view_as(vector)
 
 
-def _of(parts: tuple[Tensor, Tensor], part: slice) -> tuple[Tensor, Tensor]:
-    """Both tensors for the images of a slice."""
-    return parts if part is _ALL else (parts[0][part], parts[1][part])
-
-
-def _each(x: BoxState, function: Callable[[Tensor], Tensor], moves: Tensor | None) -> BoxState:
+def _each(x: BoxState, function: Callable[[Tensor], Tensor], *, reshapes: bool = False) -> BoxState:
     """The value after a map that is monotone and 1-Lipschitz."""
-
-    def box(part: slice) -> tuple[Tensor, Tensor]:
-        low, high = x.box(part)
-        return function(low), function(high)
-
-    return BoxState(function(x.nominal), box, x.rho, moves)
+    moves = function(x.moves) if reshapes and x.moves is not None else x.moves
+    return BoxState(function(x.nominal), function(x.low), function(x.high), x.rho, moves)
 
 
-def _reshaped(x: BoxState, shape: tuple[int, ...]) -> BoxState:
-    def reshape(value: Tensor) -> Tensor:
-        return value.reshape(len(value), *shape)
-
-    return _each(x, reshape, None if x.moves is None else reshape(x.moves))
+def _reshape(shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    return lambda value: value.reshape(len(value), *shape)
 
 
 def _fixed(x: BoxState, node: Node) -> BoxState:
     """The value after a sum or product with a constant, such as the normalisation."""
-
-    def function(value: Tensor) -> Tensor:
-        result: Tensor = node.function(*(value if isinstance(a, Node) else a for a in node.args), **node.kwargs)
-        return result
-
-    def box(part: slice) -> tuple[Tensor, Tensor]:
-        one, other = (function(end) for end in x.box(part))
-        return torch.minimum(one, other), torch.maximum(one, other)
-
+    nominal, one, other = (
+        node.function(*(value if isinstance(a, Node) else a for a in node.args), **node.kwargs)
+        for value in (x.nominal, x.low, x.high)
+    )
     slope = 1.0
     if node.op in ("mul", "div"):
         constant = torch.as_tensor(next(a for a in node.args if not isinstance(a, Node)), device=x.nominal.device)
         slope = (constant.abs() if node.op == "mul" else 1 / constant.abs()).max().item()
-    return BoxState(function(x.nominal), box, x.rho * slope, x.moves)
+    return BoxState(nominal, torch.minimum(one, other), torch.maximum(one, other), x.rho * slope, x.moves)
 
 
 def _activated(x: BoxState, node: Node) -> BoxState:
     """The value after an activation, which is monotone and 1-Lipschitz."""
     module: Any = node.function
     if node.op == "relu":
-        return _each(x, F.relu, x.moves)
+        return _each(x, F.relu)
     if node.op is ClippedReLU:
-        return _each(x, lambda value: _clipped(value, module.threshold), x.moves)
-    if node.op is MaxMin:
-        return _each(x, module, None)
-    with torch.no_grad():
-        moves = _moving(node, *x.box(_ALL))
-    return _each(x, module, moves)
+        return _each(x, lambda value: _clipped(value, module.threshold))
+    moves = None if node.op is MaxMin else _moving(node, x.low, x.high)
+    return replace(_each(x, module), moves=moves)
 
 
 def _clipped(value: Tensor, threshold: Tensor) -> Tensor:
@@ -401,6 +372,7 @@ def _extremes(module: ClippedMaxMin, low: Tensor, high: Tensor) -> tuple[Tensor,
     return torch.maximum(a, b), torch.minimum(c, d)
 
 
+@torch.no_grad()
 def _moving(node: Node, low: Tensor, high: Tensor) -> Tensor:
     """1 for the results of a clipped activation that vary between bounds on its inputs, equations 3 and 9, else 0."""
     module: Any = node.function
@@ -411,9 +383,10 @@ def _moving(node: Node, low: Tensor, high: Tensor) -> Tensor:
     return ((low < module.threshold).logical_and_(moving) if node.op is ClippedReLU else moving).to(low)
 
 
-def _sparsity(node: Node, low: Tensor, high: Tensor, upper_weight: float) -> Tensor:
+def _sparsity(node: Node, x: BoxState, upper_weight: float) -> Tensor:
     """The part of an activation in the sparsity loss (equation 12), with λ_θ of equation 26."""
     module: Any = node.function
+    low, high = x.low, x.high
     if node.op is MaxMin:
         return low.new_zeros(())
     if node.op is ClippedMaxMin:
