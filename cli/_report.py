@@ -24,6 +24,9 @@ def report(
         Path | None, typer.Option(help="Write the report as Markdown, with separate figures.", show_default=False)
     ] = None,
     card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.", show_default=False)] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write a table, a line for each eps and result.", show_default=False)
+    ] = None,
     license: Annotated[
         str | None, typer.Option(help="Licence of the model for its card, such as apache-2.0.", show_default=False)
     ] = None,
@@ -64,7 +67,7 @@ def report(
         say("note: without matplotlib, tables replace figures; pip install 'lipcert[plot]'")
     with busy("writing the report"):
         written = write(
-            runs, html=html, markdown=markdown, card=card, eps=named, license=license, base_model=base_model
+            runs, html=html, markdown=markdown, card=card, csv=csv, eps=named, license=license, base_model=base_model
         )
     if as_json:
         print_json([record(run, at) for run in runs])

@@ -20,7 +20,10 @@ from typer.testing import CliRunner
 
 import lipcert
 from benchmarks import make_equations, make_leaderboard, make_measurements
+from lipcert.certifier._staged import CLASSES
 from lipcert.cli import app
+from lipcert.results import read_run
+from lipcert.settings import FACTS, add_method
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -149,8 +152,18 @@ def run_shell(line: str) -> None:
         assert words[0] == "torchrun", f"no test runs {line}"  # by a test of its own, below
 
 
+@pytest.fixture
+def own_methods():
+    """Methods that are registered in the test are forgotten after it."""
+    known = dict(FACTS)
+    yield
+    for name in FACTS.keys() - known:
+        del FACTS[name], CLASSES[name]
+    add_method()
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_runs(page, workplace, short_attack):
+def test_every_block_runs(page, workplace, short_attack, own_methods):
     if page.endswith("many-machines.md"):
         save_artifacts()
     if page.endswith("from-a-pretrained-checkpoint.md"):
@@ -173,6 +186,22 @@ def test_the_worked_example_prints_the_numbers_of_the_page(capsys) -> None:
         assert (language, kind) == ("python", "text")
         exec(compile(content, "anchored.md", "exec"), space)
         assert capsys.readouterr().out == expected
+
+
+def test_a_certificate_of_ones_own(workplace, monkeypatch, own_methods) -> None:
+    """As its page has it: half of gloro's radii, confirmed by verify; without the module it is unknown."""
+    page = "how-to/add-a-certificate.md"
+    Path("halved.py").write_text(blocks(page)[0][1])
+    monkeypatch.syspath_prepend(".")
+    asked = ["--eps", "36/255", "--limit", "4", "--method"]
+    assert "there is no method 'halved'" in CliRunner().invoke(app, ["certify", *asked, "halved"]).stderr
+    for method in ("gloro", "halved"):
+        words = ["--import", "halved", "certify", *asked, method, "--out", f"{method}.jsonl"]
+        assert CliRunner().invoke(app, words).exit_code == 0
+    whole, half = (read_run(Path(f"{name}.jsonl")) for name in ("gloro", "halved"))
+    assert half.methods == {"halved": 4}
+    assert half.radii == pytest.approx(whole.radii / 2, rel=1e-6)
+    assert CliRunner().invoke(app, ["--import", "halved", "verify", "bundled", "halved.jsonl"]).exit_code == 0
 
 
 @pytest.mark.slow

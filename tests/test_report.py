@@ -1,5 +1,6 @@
 """Reports: what they say is what the rows hold, nothing uncertified is called certified, and files stand alone."""
 
+import csv
 import html
 import importlib.util
 import json
@@ -512,6 +513,13 @@ def test_write_returns_what_it_wrote(results, tmp_path):
     runs = read_runs([results()])
     assert write(runs, card=tmp_path / "c.md") == [tmp_path / "c.md"]
     assert not list(tmp_path.glob(".*partial"))
+    table = tmp_path / "t.csv"
+    assert write(runs, csv=table) == write(runs, csv=table) == [table]  # it replaces its own
+    (line,) = csv.DictReader(table.read_text().splitlines())
+    assert (line["results"], line["images"]) == (runs[0].name, str(len(runs[0])))
+    table.write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="was not written by lipcert report"):
+        write(runs, csv=table)
 
 
 def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import setitem
 from typing import Any
 
@@ -1273,3 +1274,10 @@ def test_cancelling_scales_keep_their_roundings(network: Any) -> None:
     nearly = torch.tensor([-1.0, -1.0 + 2.0**-52, 0.5, -1.0], dtype=torch.float64)
     third = torch.tensor([1 / 3] * 4, dtype=torch.float64)
     assert _gain(network(lambda x: x + x * nearly * third * 3)) >= 1.5
+
+
+def test_a_rule_that_gives_a_number_is_named_itself(network: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the operation after it."""
+    monkeypatch.setitem(RULES, "tanh", replace(RULES["tanh"], lipschitz=lambda call, x: 1.0))
+    with pytest.raises(UnsupportedOperation, match=r"tanh \(its rule gives float, not a Value"):
+        analyze(network(lambda x: F.relu(x.tanh())), SIZE)

@@ -304,11 +304,14 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         elif annotation is not inspect.Parameter.empty and "Any" not in str(annotation) and _depends(argument):
             raise NoAnswer(f"{name} depends on the image")
     try:
-        return rule(call, *args, **kwargs)
+        value = rule(call, *args, **kwargs)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, LipcertError):
             raise
         raise NoAnswer(f"its rule refuses the arguments: {type(error).__name__}: {first_line(error)}") from error
+    if value is None or isinstance(value, (float, int, Tensor)):
+        raise NoAnswer(f"its rule gives {type(value).__name__}, not a Value such as x.scaled(1.2)")
+    return value
 
 
 def _depends(argument: Any) -> bool:

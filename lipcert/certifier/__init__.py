@@ -9,9 +9,10 @@ from lipcert.certifier._certifier import Certifier
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._method import Method, Subject, duration
+from lipcert.certifier._staged import certificate
 from lipcert.certifier._triage import Triage, first_order_limit, triage
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.numerics import Certificates
-from lipcert.settings import METHODS, CertifySettings
+from lipcert.settings import METHODS, CertifySettings, MethodFacts
 
 __all__ = ["Certificates", "Certifier", "CertifySettings"]

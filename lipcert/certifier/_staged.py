@@ -22,11 +22,22 @@ from lipcert.certifier._lofast_paper import LoFASTPaper
 from lipcert.certifier._method import Method, Subject, duration
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Budget, Ledger
-from lipcert.settings import FACTS, STAGED
+from lipcert.settings import FACTS, STAGED, MethodFacts, add_method
 
-CLASSES: Mapping[str, type[Method]] = {
+CLASSES: dict[str, type[Method]] = {
     kind.name: kind for kind in (Global, GloRo, LocalMethod, LoFASTMethod, LoFASTPaper, AnchoredMethod)
 }
+
+
+def certificate(facts: MethodFacts) -> Callable[[type[Method]], type[Method]]:
+    """A decorator that registers a method of your own, after the others: see docs/how-to/add-a-certificate.md."""
+
+    def register(kind: type[Method]) -> type[Method]:
+        add_method(facts)
+        CLASSES[facts.name] = kind
+        return kind
+
+    return register
 
 
 @dataclass

@@ -193,7 +193,7 @@ def _dataset(run: Run) -> dict[str, str]:
     if os.path.isabs(spec):
         words = command_of(run)
         typed = Path(words[words.index("--data") + 1]) if "--data" in words[:-1] else Path(spec)
-        name, split = Path(spec).name, str(run.summary["data"].get("split") or "")
+        name, split = Path(spec).name.removesuffix(".tar"), str(run.summary["data"].get("split") or "")
         if typed.stem.lower() in _SPLITS and not typed.is_absolute() and typed.parent.name not in ("", ".."):
             name, split = typed.parent.name, typed.stem
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv as tables
+import io
 import os
 import re
 import shlex
@@ -12,15 +14,17 @@ from lipcert.errors import InputError
 from lipcert.inputs.files import replacing
 from lipcert.report import _figures
 from lipcert.report._artifact import artifact_of, by_model, title
-from lipcert.report._build import Eps, report
+from lipcert.report._build import Eps, overview, radii_of_interest, report
 from lipcert.report._card import model_card
 from lipcert.report._markdown import MARK
 from lipcert.report._page import to_html
 from lipcert.results import Run
 
-# Every file of a report contains this.
+# Every file of a report contains one of these.
 SIGN = b"written by lipcert report"
-_KINDS = {"html": (".html", ".htm"), "markdown": (".md", ".markdown"), "card": (".md", ".markdown")}
+_SIGNS = (SIGN, b"results,certified,")
+_MARKDOWN = (".md", ".markdown")
+_KINDS = {"html": (".html", ".htm"), "markdown": _MARKDOWN, "card": _MARKDOWN, "csv": (".csv",)}
 
 
 def write(
@@ -29,6 +33,7 @@ def write(
     html: str | os.PathLike[str] | None = None,
     markdown: str | os.PathLike[str] | None = None,
     card: str | os.PathLike[str] | None = None,
+    csv: str | os.PathLike[str] | None = None,
     eps: Eps = (),
     license: str | None = None,
     base_model: str | None = None,
@@ -40,6 +45,7 @@ def write(
         html: path of a self-contained page.
         markdown: path of the same report as Markdown; its figures are written to the same folder, as SVG.
         card: path of the model card. Several models get separate files, ``<card>-<name>.md``.
+        csv: path of a table with a line for each of ``eps`` and each run.
         eps: values, with the text that the user wrote, at which tables show results; by default those of the runs.
         license: the model's licence for its card: an identifier that hubs know, such as ``apache-2.0``.
         base_model: hub id of the original model, for the card.
@@ -50,7 +56,7 @@ def write(
     Raises:
         InputError: a path holds a file that is not a report, or cannot be written.
     """
-    asked = {"html": html, "markdown": markdown, "card": card}
+    asked = {"html": html, "markdown": markdown, "card": card, "csv": csv}
     paths = {kind: Path(path) for kind, path in asked.items() if path is not None}
     for kind, path in paths.items():
         _check(path, kind)
@@ -70,6 +76,11 @@ def write(
     if "card" in paths:
         for path, of_one in cards(paths["card"], runs).items():
             content[path] = f"{model_card(of_one, eps, license=license, base_model=base_model)}\n"
+    if "csv" in paths:
+        columns, rows = overview(runs, radii_of_interest(runs, eps))
+        buffer = io.StringIO()
+        tables.writer(buffer, lineterminator="\n").writerows([columns, *rows])
+        content[paths["csv"]] = buffer.getvalue()
     for path in content:
         _check_free(path)
     for path, text in content.items():
@@ -118,7 +129,7 @@ def _check(path: Path, kind: str) -> None:
 
 def _check_free(path: Path) -> None:
     try:
-        occupied = path.exists() and SIGN not in path.read_bytes()
+        occupied = path.exists() and not any(sign in path.read_bytes() for sign in _SIGNS)
     except OSError:
         occupied = True
     if occupied:

@@ -21,7 +21,7 @@ from lipcert.inputs.classes import printable
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same, same_logits
 from lipcert.results._statistics import Tally
-from lipcert.settings import METHODS, PUBLISHED, SMOOTHING, CertifySettings, noise_fields, parse_eps, settings_of
+from lipcert.settings import NAMES, STAGED, CertifySettings, noise_fields, parse_eps, settings_of
 
 # The entries of a summary that must agree before rows of two runs may share a file.
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
@@ -209,7 +209,7 @@ class Run(Tally):
         except InputError:
             yield f"the summary says that ε was {self.eps_typed!r}, which is not a radius"
         method, asked = self.summary.get("method"), self.summary.get("rigor", "probabilistic")
-        if method not in (*METHODS, *PUBLISHED, SMOOTHING):
+        if method not in NAMES:
             yield f"the summary names the method {method!r}, which lipcert does not have"
         if asked == "deterministic" and self.delta:
             yield f"the summary says deterministic, and rows state δ = {self.delta:g}"
@@ -317,7 +317,7 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     if different == ["eps"]:
         typed = current.get("eps_typed", current["eps"])
         certify = "give another --out"
-        if current.get("method") != METHODS[0]:  # a staged run stops at the verdict for its ε
+        if current.get("method") != STAGED:  # a staged run stops at the verdict for its ε
             certify = f"its radii answer for any ε: lipcert report {path} --eps {typed}; or {certify}"
         raise InputError(f"{path} holds results of a run with another eps; {certify}")
     if different:

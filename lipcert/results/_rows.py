@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lipcert.norms import Rigor
-from lipcert.settings import DETERMINISTIC, PUBLISHED, SINGLE, SMOOTHING, STAGED
+from lipcert.settings import DETERMINISTIC, NAMES, SINGLE, SMOOTHING, STAGED
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certificates
@@ -81,7 +81,7 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
         return f"correct = {row.get('correct')}, label {row['label']} and prediction {row['predicted']} contradict"
     if row_method == SMOOTHING == method:
         return _contradiction_of_draws(row)
-    if row_method not in (SINGLE if method == STAGED else {*SINGLE, *PUBLISHED} & {method}):
+    if row_method not in (SINGLE if method == STAGED else {*NAMES} & {method}):
         return f"its method is {row_method!r}, which a run of method {method!r} does not use"
     if "holds_for" in row:
         return f"it holds for {row['holds_for']!r}, but method {row_method} certifies the network itself"

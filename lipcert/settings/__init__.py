@@ -19,12 +19,13 @@ from lipcert.settings._methods import (
     LINEARISED,
     LOOSE,
     METHODS,
-    PUBLISHED,
+    NAMES,
     SINGLE,
     SMOOTHING,
     STAGED,
     MethodFacts,
     MethodName,
+    add_method,
     unreached,
 )
 from lipcert.settings._recipes import RECIPES, recipe_settings

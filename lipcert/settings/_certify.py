@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lipcert.errors import InputError
 from lipcert.settings._fields import documented, one_of, option, plain
-from lipcert.settings._methods import LINEARISED, METHODS, PUBLISHED, SMOOTHING, STAGED, MethodName
+from lipcert.settings._methods import LINEARISED, NAMES, SMOOTHING, STAGED, MethodName
 
 if TYPE_CHECKING:
     from lipcert.attacks import Attack
@@ -78,8 +78,8 @@ class CertifySettings:
     eps: float = option(f"{EPS[:-1]}; 36/255,0.5 for several in one run.", typed=list[str])
     method: MethodName = option(
         f"staged: from the cheapest to the strongest method; {SMOOTHING}: certifies the smoothed classifier.",
-        METHODS[0],
-        choices=(*METHODS, *PUBLISHED, SMOOTHING),
+        STAGED,
+        choices=NAMES,
     )
     _: KW_ONLY
     dtype: Dtype = option(

@@ -31,7 +31,7 @@ def option(
     """A field of settings that is also an option of the command."""
     aliases = (alias,) if alias else ()
     about = {
-        "help": help, "typed": typed, "choices": tuple(choices), "group": group, "given": given, "alias": aliases,
+        "help": help, "typed": typed, "choices": choices, "group": group, "given": given, "alias": aliases,
     }  # fmt: skip
     return field(default=default, metadata=about)
 

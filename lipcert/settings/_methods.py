@@ -1,6 +1,7 @@
 """The methods of ``certify``: what help, result files and coverage say of them, without torch.
 
-To add a method, add an entry here and the class that computes it, a :class:`lipcert.certifier.Method`.
+To add a method, add an entry here and the class that computes it, a :class:`lipcert.certifier.Method`; or register both
+by :func:`lipcert.certifier.certificate`.
 """
 
 from __future__ import annotations
@@ -59,13 +60,27 @@ FACTS = {
 # certified an ε of use, and these ε.
 LOOSE = 12.0
 _UNREACHED = ((20.0, 1e-3), (LOOSE, 0.1))
-STAGED = "staged"
-SINGLE = tuple(name for name, facts in FACTS.items() if not facts.smoothed and not facts.published)
-PUBLISHED = tuple(name for name, facts in FACTS.items() if facts.published)
-METHODS = (STAGED, *SINGLE)
-SMOOTHING = "smoothing"
-LINEARISED = tuple(name for name, facts in FACTS.items() if facts.linearised)
-DETERMINISTIC = tuple(name for name, facts in FACTS.items() if facts.deterministic)
+STAGED, SMOOTHING = "staged", "smoothing"
+# Names of methods: all, those of bounds on the network, these without staged, and of some kinds. They grow in place.
+NAMES: list[str] = []
+METHODS: list[str] = []
+SINGLE: list[str] = []
+LINEARISED: list[str] = []
+DETERMINISTIC: list[str] = []
+
+
+def add_method(*added: MethodFacts) -> None:
+    """Makes methods known to settings, commands and rows; one with the name of another replaces it."""
+    FACTS.update({facts.name: facts for facts in added})
+    published = [name for name, facts in FACTS.items() if facts.published]
+    SINGLE[:] = [name for name, facts in FACTS.items() if not facts.smoothed and not facts.published]
+    METHODS[:] = [STAGED, *SINGLE]
+    NAMES[:] = [*METHODS, *published, SMOOTHING]
+    LINEARISED[:] = [name for name, facts in FACTS.items() if facts.linearised]
+    DETERMINISTIC[:] = [name for name, facts in FACTS.items() if facts.deterministic]
+
+
+add_method()
 
 
 def unreached(looseness: float) -> float:
