@@ -1,6 +1,7 @@
 """What to do next: the one place where a command, from its outcome, decides what it suggests."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,9 @@ from ._print import command
 # makes no progress either, because its loss is a multiple of the bound.
 TIGHT = 6.0
 _COLOURS = 3
+# Images that smoothing is advised for: the first of these numbers whose draws, so many of an image on average, take at
+# most so many seconds. Half as much again is for the choice of sigma.
+_LIMITS, _DRAWS, _SECONDS = (100, 50, 20, 10), 150, 400.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Status:
         images: how many images were certified; 0 before.
         certified: how many of them were certified at ε.
         rows: the result file; None if there is none.
+        draw: measures the seconds of a noise draw on this machine, behind a denoiser of this name if there is one.
     """
 
     model: Sequence[str]
@@ -44,6 +49,7 @@ class Status:
     images: int = 0
     certified: int = 0
     rows: Path | None = None
+    draw: Callable[[str | None], float] = lambda denoiser: 0.0
 
 
 class Advice(NamedTuple):
@@ -73,10 +79,13 @@ def advise(status: Status) -> Advice:
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if loose:
-        reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about ten "
-        reason += "minutes at most; run again, it continues"
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
-        sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", "100", "--time-budget", "10m"]
+        each = _DRAWS * status.draw(front[1] if front else None)
+        limit = next((some for some in _LIMITS if some * each <= _SECONDS), _LIMITS[-1])
+        minutes = min(10, max(1, math.ceil(1.5 * limit * each / 60)))
+        reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about "
+        reason += f"{minutes} minute{'s' * (minutes > 1)} here; run again, it continues"
+        sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", str(limit), "--time-budget", "10m"]
         head = command("finetune", *status.model, *train, "--recipe", "noise", "--only", "head", *front)
         new = ["liresnet_l6w64", "--no-pretrained", "--model-args", "num_classes=N", *train, "--recipe", "liresnet"]
         others = (

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
@@ -36,7 +36,7 @@ from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
-from ._loading import load_model, model_options, named, show_preprocessing, untrained
+from ._loading import load_model, model_options, named, seconds_a_draw, show_preprocessing, untrained
 from ._output import default_name
 from ._print import (
     busy,
@@ -161,6 +161,7 @@ class _Outcome:
     log10_bound: float | None
     words: Sequence[str] = ()
     channels: int = 3
+    draw: Callable[[str | None], float] = lambda denoiser: 0.0
 
     @property
     def certified(self) -> float:
@@ -228,7 +229,9 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
         if len(plan.settings) > 1:
             outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
         words = model_options(name, **plan.load.keywords, pixels=plan.pixels)
-        outcomes.append(replace(outcome, words=words, channels=loaded.input_size[0]))
+        outcomes.append(
+            replace(outcome, words=words, channels=loaded.input_size[0], draw=partial(seconds_a_draw, loaded))
+        )
     return outcomes
 
 
@@ -247,7 +250,7 @@ def _sigma_choice(
                 return earlier
     # A third of the time is for the choice, and a third of that for one σ.
     end = time.monotonic() + (until - time.monotonic()) / 3
-    affordable = min((end - time.monotonic()) / 3 / DRAWS / _seconds_a_draw(loaded), CHOOSING)
+    affordable = min((end - time.monotonic()) / 3 / DRAWS / seconds_a_draw(loaded), CHOOSING)
     others = images.others(max(LEAST, int(affordable)))
     if others is None:
         raise InputError(
@@ -256,7 +259,7 @@ def _sigma_choice(
     count = len(others.images)
     if count >= LEAST:
         _show_network(loaded, asked)
-        each = duration(count * DRAWS * _seconds_a_draw(loaded))
+        each = duration(count * DRAWS * seconds_a_draw(loaded))
         say(f"sigma: choosing it on {count} images outside the run, up to {each} for each of 3 to 8 values")
     try:
         with progress("choosing sigma") as update:
@@ -314,7 +317,7 @@ def _certify_with(
         if isinstance(certifier, Certifier):
             _show_methods(certifier, plan.memory)
         else:
-            most = duration((settings.samples + SELECTION) * _seconds_a_draw(certifier.model))
+            most = duration((settings.samples + SELECTION) * seconds_a_draw(certifier.model))
             say(f"estimated per image: {SMOOTHING} up to {most}; draws at once: at most {certifier.batch}")
         show_preprocessing(images, loaded)
         if rows:
@@ -405,16 +408,6 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     say(f"{images_seen}: {correct}{limits}")
 
 
-def _seconds_a_draw(model: Model) -> float:
-    """The time of a forward pass for one image, from a batch of four."""
-    images = torch.full((4, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
-    with torch.no_grad():
-        model(images)
-        started = time.perf_counter()
-        float(model(images).sum())  # which waits for a GPU
-    return (time.perf_counter() - started) / len(images)
-
-
 def _show_methods(certifier: Certifier, memory: float | None) -> None:
     """Prints the estimated time and memory of each method, and why others are skipped."""
     passes = _PASSES * certifier.subject.flops / Method.rate
@@ -497,6 +490,7 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice
         images=len(first.run),
         certified=1 if several or plan.settings[0].noise else first.run.certified,
         rows=out if out is not None and out.is_dir() else first.path,
+        draw=first.draw,
     )
     return advise(status)
 

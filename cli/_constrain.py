@@ -1,6 +1,7 @@
 """``lipcert constrain``: lowers the norms of the layers of a model, and writes it to an artifact."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import typer
 
 from lipcert.errors import Interrupted
 from lipcert.inputs.preprocessing import Preprocessing
-from lipcert.settings import ConstrainSettings
+from lipcert.settings import LOOSE, ConstrainSettings
 
 from ._advice import Status, advise
 from ._errors import one_line_errors
@@ -62,7 +63,7 @@ def constrain(
     from lipcert.inputs.data import open_images
     from lipcert.inputs.loading import resolve
 
-    from ._loading import load_model, show_preprocessing
+    from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing
     from ._torchrun import torchrun
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
@@ -92,7 +93,11 @@ def constrain(
         else:
             lists = words_of({"classes": classes, "labels": labels})
             bound = report.after.log10_bound
-            status = Status([str(path)], loaded.input_size[0], log10=bound, data=data, lists=lists)
+            words = [str(path)]
+            if bound is not None and bound > LOOSE:  # smoothing has no use for smaller norms
+                words = model_options(model, weights=asked_weights, device=device, pixels=asked_pixels)
+            draw = functools.partial(seconds_a_draw, loaded)
+            status = Status(words, loaded.input_size[0], log10=bound, data=data, lists=lists, draw=draw)
             _print_report(report, str(source), path, status)
 
 

@@ -1,5 +1,6 @@
 """``lipcert convert``: surgery on a model, written to an artifact."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def convert(
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
-    from ._loading import load_model, model_options, show_preprocessing
+    from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing
 
     loaded = load_model(model, asked_weights, device=device)
     asked.apply(loaded)
@@ -109,7 +110,7 @@ def convert(
         log10 is not None and log10 > LOOSE
     ):  # no method will certify the converted model, and the original is more accurate
         words = model_options(model, weights=asked_weights, device=device, pixels=asked)
-    status = Status(words, loaded.input_size[0], log10=log10, data=data)
+    status = Status(words, loaded.input_size[0], log10=log10, data=data, draw=functools.partial(seconds_a_draw, loaded))
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     unchanged: dict[str, list[str]] = {}
     for module in report.kept:

@@ -1,5 +1,6 @@
 """``lipcert inspect``: the Lipschitz budget of a model, worst first."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +43,7 @@ def inspect(
     start(model, *asked_weights.files)
     from lipcert.bounds import lipschitz
 
-    from ._loading import load_model, model_options
+    from ._loading import load_model, model_options, seconds_a_draw
 
     loaded = load_model(model, asked_weights, features=True, device=device)
     asked.apply(loaded)
@@ -75,7 +76,8 @@ def inspect(
         facts.append(("output", "features: this network has no classifier"))
     else:
         words = model_options(model, weights=asked_weights, device=device, pixels=asked)
-        facts += advise(Status(words, loaded.input_size[0], log10=bound.log10)).facts
+        draw = functools.partial(seconds_a_draw, loaded)
+        facts += advise(Status(words, loaded.input_size[0], log10=bound.log10, draw=draw)).facts
     print_facts(facts)
 
 

@@ -234,6 +234,17 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     assert advise(KNOWN["nothing certified"]).command == "lipcert report r.jsonl --html r.html"
 
 
+@pytest.mark.parametrize(
+    ("seconds", "limit", "time"), [(0.001, 100, "1 minute "), (0.05, 50, "10 min"), (0.2, 10, "8 min")]
+)
+def test_the_advised_images_fit_ten_minutes_of_this_machine(seconds, limit, time):
+    asked = []
+    advice = advise(Status(["vit"], log10=40.0, draw=lambda denoiser: asked.append(denoiser) or seconds))
+    assert f"--limit {limit} --time-budget 10m" in advice.command
+    assert f"in about {time}" in advice.reason
+    assert asked == ["natural"]
+
+
 def test_nothing_is_trained_on_the_images_that_were_certified():
     model = ["vit_base_patch16_224", "--checkpoint", "w.pth"]
     found = advise(Status(model, log10=40.0, data="val", lists=LISTS, images=8, rows=Path("r.jsonl")))
