@@ -95,11 +95,6 @@ def standard(x: Tensor) -> Tensor:
     return (x - u) / torch.sqrt(s + 1e-2)
 
 
-def shifted_log_sum_exp(x: Tensor) -> Tensor:
-    largest = x.amax(-1, keepdim=True)
-    return torch.log(torch.exp(x - largest).sum(-1, keepdim=True)) + largest
-
-
 def max_min(x: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     above = torch.relu(a - b)
@@ -156,16 +151,6 @@ FORMS: dict[str, tuple[str, Map, nn.Module | Map]] = {
     ),
     "softmax": ("softmax", soft, lambda x: x.softmax(-1)),
     "softmax, plain": ("softmax", lambda x: x.exp() * (1 / x.exp().sum(-1, True)), lambda x: x.softmax(-1)),
-    "log-sum-exp": (
-        "logsumexp",
-        lambda x: x + torch.log(x.exp().sum(-1)).unsqueeze(-1),
-        lambda x: x + x.logsumexp(-1, keepdim=True),
-    ),
-    "log-sum-exp, shifted": (
-        "logsumexp",
-        lambda x: x + shifted_log_sum_exp(x),
-        lambda x: x + x.logsumexp(-1, keepdim=True),
-    ),
     "gelu": ("gelu", erf_gelu, nn.GELU()),
     "gelu, tanh": ("gelu", tanh_gelu, nn.GELU("tanh")),
     "silu": ("silu", lambda x: x * torch.sigmoid(x), nn.SiLU()),

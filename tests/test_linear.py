@@ -131,7 +131,6 @@ CASES = {
         lambda x: F.pad(x, []),
         lambda x: F.pad(x, (-6, 0)),
     ],
-    "constant_pad_nd": [lambda x: torch.constant_pad_nd(x, (1, -2), 3.0)],
     "add": [
         lambda x: x + 3,
         lambda x: torch.add(x, x, alpha=-2),

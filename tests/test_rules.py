@@ -433,7 +433,7 @@ CASES: list[tuple[Any, ...]] = [
     ("pad", image, lambda h: F.pad(h, (2, 1, 1, 1), mode="reflect")),
     ("pad", pixels, lambda h: F.pad(h, (3, 0, 0, 2), mode="replicate"), 1.3),
     ("pad", pixels, lambda h: F.pad(h, [2, 2, 1, 0], mode="circular"), LINEAR),
-    ("constant_pad_nd", tokens, lambda h: torch.constant_pad_nd(h, [1, 1], 5.0)),
+    ("pad", tokens, lambda h: torch.constant_pad_nd(h, [1, 1], 5.0)),
     ("setitem", square, lambda h: _set(h, (0, 1), h[0, 0] * 2)),
     ("setitem", square, lambda h: _set(h, (slice(None), slice(0, 2)), h[:, :1] - 3)),
     ("setitem", pixels, lambda h: _set(h, (Ellipsis, [0, 2]), 5.0)),

@@ -43,7 +43,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import replayed
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import Core, core_of
-from lipcert.bounds._registry import RULES, box
+from lipcert.bounds._registry import RULES
 from lipcert.bounds._value import Value
 from lipcert.graph import Graph, Node, evaluate, needed
 from lipcert.norms import Draw, Ledger
@@ -384,11 +384,6 @@ def scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
     return walk.result(node, up, down, way=extended(x, weight), rounding=rounding)
 
 
-@box(
-    "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "cat", "stack", "pad",
-    "constant_pad_nd", "expand", "repeat", "tile", "repeat_interleave", "mean", "sum", "avg_pool1d", "avg_pool2d",
-    "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-)  # fmt: skip
 def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     """For affine operations with weights ≥ 0: f(up) − f(0).
 

@@ -290,7 +290,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         kwargs = named(kwargs)
         if "input" in kwargs and not args:
             args = (kwargs.pop("input"),)
-    call = Call(node.shape, node.path)
+    call = Call(node.shape, node.path, node.op)
     signature = inspect.signature(rule)
     try:
         arguments = signature.bind(call, *args, **kwargs).arguments

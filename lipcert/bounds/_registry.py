@@ -13,7 +13,7 @@ from torch import nn
 
 from lipcert.graph import Node, canonical
 
-Answer = TypeVar("Answer", bound=Callable[..., Any])
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,12 @@ class Call:
     Attributes:
         shape: shape of the result for a batch of one image.
         path: dotted path of the module in which it runs.
+        op: its key in the registry.
     """
 
     shape: tuple[int, ...]
     path: str
+    op: Any
 
 
 class NoAnswer(Exception):
@@ -145,12 +147,10 @@ def rule(
         ...     return x.bounded(x.lip)
     """
 
-    def register(answer: Answer) -> Answer:
-        affine = {} if linear is None else {"linear": linear if callable(linear) else _always if linear else None}
-        _register("lipschitz", targets, answer, **affine, **({} if schur is None else {"schur": schur}))
-        return answer
-
-    return register
+    flags: dict[str, Any] = {} if schur is None else {"schur": schur}
+    if linear is not None:
+        flags["linear"] = linear if callable(linear) else _always if linear else None
+    return partial(registered, "lipschitz", targets, **flags)
 
 
 def box(*targets: Any, inactive: bool = False) -> Callable[[Answer], Answer]:
@@ -160,12 +160,7 @@ def box(*targets: Any, inactive: bool = False) -> Callable[[Answer], Answer]:
         targets: the operations.
         inactive: whether units may be found that are constant in the ball.
     """
-
-    def register(answer: Answer) -> Answer:
-        _register("box", targets, answer, inactive=inactive)
-        return answer
-
-    return register
+    return partial(registered, "box", targets, inactive=inactive)
 
 
 def jacobian(
@@ -177,7 +172,7 @@ def jacobian(
     """Registers bounds on Jacobians at computed values; see :class:`Jacobian`."""
 
     def register(bounds: Answer) -> Answer:
-        _register("jacobian", targets, Jacobian(bounds, absolute, covers or _always, norm))
+        registered("jacobian", targets, Jacobian(bounds, absolute, covers or _always, norm))
         return bounds
 
     return register
@@ -202,18 +197,13 @@ def in_one_operand(node: Node) -> bool:
     return len(node.operands) == 1
 
 
-def registered(question: str, targets: tuple[Any, ...], answer: Answer) -> Answer:
+def registered(question: str, targets: tuple[Any, ...], answer: Answer, **flags: Any) -> Answer:
     """Registers the answer to a question for all targets, and returns it."""
-    _register(question, targets, answer)
-    return answer
-
-
-def _register(question: str, targets: tuple[Any, ...], answer: Any, **flags: Any) -> None:
-    for target in targets:
-        key = key_of(target)
+    for key in map(key_of, targets):
         rule = RULES.get(key, Rule(key))
         methods = rule.methods | {question: _methods(key)} if isinstance(key, type) else rule.methods
         RULES[key] = replace(rule, **{question: answer}, **flags, methods=methods)
+    return answer
 
 
 def answers(question: str) -> dict[Any, Any]:
@@ -230,19 +220,9 @@ def coverage() -> str:
         package, _, family = rule.lipschitz.__module__.rpartition(".")
         family = family if package == "lipcert.bounds.rules" else "(your own)"
         name = key if isinstance(key, str) else key.__name__
-        left_out = "linear" if rule.linear is not None and rule.remainder is None else ""
-        left_out = left_out or ("yes" if rule.remainder else "")
-        left_out = f"{left_out}, or linear" if rule.linear is not None and rule.remainder is not None else left_out
-        rows.append(
-            (
-                family,
-                name,
-                "yes" if rule.box else "",
-                left_out,
-                "yes" if rule.jacobian else "",
-                "yes" if rule.rounding else "",
-            )
-        )
+        left_out = ["yes"] * (rule.remainder is not None) + ["linear"] * (rule.linear is not None)
+        others = ["yes" if answer else "" for answer in (rule.jacobian, rule.rounding)]
+        rows.append((family, name, "yes" if rule.box else "", ", or ".join(left_out), *others))
     lines = [("family", "operation", "box", "remainder", "Jacobian", "rounding"), ("---",) * 6, *sorted(rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 

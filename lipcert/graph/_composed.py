@@ -92,6 +92,10 @@ def _lp_pool(
     return lengths
 
 
+def _constant_pad(x: Tensor, pad: Any, value: float = 0) -> Tensor:
+    return F.pad(x, pad, "constant", value)
+
+
 def _threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """x above the threshold, and the threshold itself elsewhere."""
     return x.clamp(min=threshold)
@@ -183,6 +187,7 @@ _PARTS: dict[str, Callable[..., Tensor]] = {
     "lp_pool1d": functools.partial(_lp_pool, 1),
     "lp_pool2d": functools.partial(_lp_pool, 2),
     "lp_pool3d": functools.partial(_lp_pool, 3),
+    "constant_pad_nd": _constant_pad,
     "threshold": _threshold,
     "selu": _selu,
     "celu": _celu,

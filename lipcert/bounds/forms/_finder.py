@@ -39,7 +39,6 @@ from lipcert.bounds.forms._patterns import (
     larger,
     max_min,
     plain,
-    shifted_back,
     unshifted,
 )
 from lipcert.bounds.forms._reflections import reflected
@@ -231,10 +230,6 @@ class Finder:
                     yield _activation(node, fact)
         if node.op in ("add", "sub"):
             yield from larger(node)
-        if node.op == "log":
-            yield from self._log_sum_exp(node)
-        if node.op == "add":
-            yield from shifted_back(node)
         if node.op == "cat":
             yield from max_min(node)
             yield from reflected(node, self.device)
@@ -342,21 +337,6 @@ class Finder:
                         return emit("softmax", torch.softmax, (reads[0], axis), {}, node.shape)
 
                     yield Match("softmax", node, above.operands[:1], inside, build)
-
-    def _log_sum_exp(self, node: Node) -> Iterator[Match]:
-        """log Σ exp(z) along an axis."""
-        if len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node):
-            return
-        for fact in self.facts[node.args[0]]:
-            if isinstance(fact, Total) and fact.e == 1 and plain(fact.x):
-                (axis,), keepdim = fact.axes, fact.keepdim
-                if node.shape != (_keepdim_shape if keepdim else _reduced_shape)(fact.x.shape, fact.axes):
-                    continue
-
-                def build(emit: Emit, reads: Sequence[Node], axis: int = axis, keepdim: bool = keepdim) -> Node:
-                    return emit("logsumexp", torch.logsumexp, (reads[0], axis, keepdim), {}, node.shape)
-
-                yield Match("logsumexp", node, fact.x.operands[:1], fact.through | {node.args[0]}, build)
 
 
 def _euclidean(node: Node, args: dict[str, Any]) -> bool:

@@ -153,28 +153,6 @@ def unshifted(node: Node) -> Iterator[Match]:
         yield Match("softmax", node, (x,), frozenset((z,)), build)
 
 
-def shifted_back(node: Node) -> Iterator[Match]:
-    """c + logsumexp(x − c) = logsumexp(x) if c is constant along the axis, with keepdim."""
-    args = arguments(node)
-    pair = args.get("input"), args.get("other")
-    for log_sum, c in (pair, pair[::-1]):
-        if not isinstance(log_sum, Node) or not isinstance(c, Node) or log_sum.op != "logsumexp":
-            continue
-        of = arguments(log_sum)
-        z, dim = of.get("input"), of.get("dim")
-        if not isinstance(z, Node) or z.op != "sub" or not isinstance(dim, int) or not of.get("keepdim", False):
-            continue
-        between = arguments(z)
-        x = between.get("input")
-        cancels = between.get("other") is c and between.get("alpha", 1) == args.get("alpha", 1) == 1
-        if cancels and isinstance(x, Node) and x.shape == z.shape and x.dtype == z.dtype and c.shape == log_sum.shape:
-
-            def build(emit: Emit, reads: Sequence[Node], dim: int = dim) -> Node:
-                return emit("logsumexp", torch.logsumexp, (reads[0], dim, True), {}, node.shape)
-
-            yield Match("logsumexp", node, (x,), frozenset((log_sum, z)), build)
-
-
 def attention(node: Node) -> Iterator[Match]:
     """softmax(s·q kᵀ + mask) v."""
     args = arguments(node)

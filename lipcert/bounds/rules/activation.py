@@ -51,8 +51,8 @@ class Activation:
         floor: 0 if inf φ = 0, else -inf.
         curvature: sup |φ''|, rounded up, for φ with a Lipschitz derivative; None leaves the remainder to a rule below.
         downward: sup −φ'', rounded up, if it is smaller.
-        error: of |x|, what the result of torch is off by, in units of 4 ulp and plus an underflow, as assumed at the
-            head of lipcert.roundoff; None leaves the rounding to a rule below.
+        error: of |x| and the format, what the result of torch is off by, as assumed at the head of lipcert.roundoff,
+            apart from underflow; None leaves the rounding to a rule below.
     """
 
     lipschitz: float
@@ -61,7 +61,7 @@ class Activation:
     floor: float = -math.inf
     curvature: float | None = None
     downward: float = math.inf
-    error: Callable[[Tensor], Tensor] | None = None
+    error: Callable[[Tensor, Format], Tensor] | None = None
 
 
 # Far more than rounding in float64 takes of a difference of log-sigmoids, and the step below which it is not used.
@@ -70,9 +70,13 @@ _ROUGH, _SMALLEST_STEP = 1e-12, 1e-4
 _larger, _smaller = max, min  # for rules whose arguments have these names
 
 
-def _of_operand(x: Tensor) -> Tensor:
+def _of_operand(x: Tensor, fmt: Format) -> Tensor:
     """For x·½(1 + erf), x/(1 + e⁻ˣ), x·tanh(log(1 + eˣ)): the second factor is at most 1, and its error is absolute."""
-    return x
+    return fmt.function(x)
+
+
+def _of_one(x: Tensor, fmt: Format) -> Tensor:
+    return fmt.function(torch.ones_like(x))
 
 
 ACTIVATIONS: dict[Any, Activation] = {
@@ -80,16 +84,18 @@ ACTIVATIONS: dict[Any, Activation] = {
     F.relu6: Activation(1.0, largest=6.0, floor=0.0),
     F.silu: Activation(1.099840, curvature=0.5, downward=0.036915, error=_of_operand),
     F.mish: Activation(1.088500, curvature=0.644205, downward=0.059034, error=_of_operand),
-    F.sigmoid: Activation(0.25, 1.0, shrinks=False, floor=0.0, curvature=0.096226, error=torch.ones_like),
-    F.tanh: Activation(1.0, 1.0, curvature=0.769801, error=lambda x: x.clamp_max(1)),
-    F.hardsigmoid: Activation(0.16666666666666669, 1.0, shrinks=False, floor=0.0, error=torch.ones_like),
+    F.sigmoid: Activation(0.25, 1.0, shrinks=False, floor=0.0, curvature=0.096226, error=_of_one),
+    F.tanh: Activation(1.0, 1.0, curvature=0.769801, error=lambda x, fmt: fmt.function(x.clamp_max(1))),
+    F.hardsigmoid: Activation(0.16666666666666669, 1.0, shrinks=False, floor=0.0, error=_of_one),
     F.hardswish: Activation(1.5, error=_of_operand),
-    F.softsign: Activation(1.0, 1.0, curvature=2.0),
-    F.tanhshrink: Activation(1.0, curvature=0.769801),
-    F.logsigmoid: Activation(1.0, shrinks=False, error=lambda x: x + 1),
-    torch.sin: Activation(1.0, 1.0, curvature=1.0, error=torch.ones_like),
-    torch.cos: Activation(1.0, 1.0, shrinks=False, curvature=1.0, error=torch.ones_like),
-    torch.erf: Activation(1.128380, 1.0, shrinks=False, curvature=0.967883, error=torch.ones_like),
+    F.softsign: Activation(1.0, 1.0, curvature=2.0, error=lambda x, fmt: fmt.rounded(x.clamp_max(1), 2)),
+    F.tanhshrink: Activation(
+        1.0, curvature=0.769801, error=lambda x, fmt: fmt.function(x.clamp_max(1)) + fmt.rounded(x + 1)
+    ),
+    F.logsigmoid: Activation(1.0, shrinks=False, error=lambda x, fmt: fmt.function(x + 1)),
+    torch.sin: Activation(1.0, 1.0, curvature=1.0, error=_of_one),
+    torch.cos: Activation(1.0, 1.0, shrinks=False, curvature=1.0, error=_of_one),
+    torch.erf: Activation(1.128380, 1.0, shrinks=False, curvature=0.967883, error=_of_one),
     "abs": Activation(1.0, floor=0.0),
 }
 
@@ -112,13 +118,13 @@ def entrywise_box(walk: Walk, node: Node, x: State) -> State:
     return walk.result(node, reach, reach, way=way, rounding=over(rounding, reach).expand_as(reach))
 
 
-def _library(*targets: Any, size: Callable[[Tensor], Tensor]) -> None:
-    """Registers a library function whose error is at most 4 ulp of size(|x|), plus an underflow."""
+def _rounds(*targets: Any, error: Callable[[Tensor, Format], Tensor]) -> None:
+    """Registers the error of a function of single entries."""
 
     def answer(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-        """An error of at most 4 ulp of ``size``, as assumed at the head of lipcert.roundoff."""
+        """That of the table, plus an underflow."""
         x = operands[0].most
-        return fmt.safe(fmt.function(size(x)), x)
+        return fmt.safe(error(x, fmt), x)
 
     rounding(*targets)(answer)
 
@@ -135,10 +141,10 @@ for _function, _phi in ACTIVATIONS.items():
         smooth(_function, curvature=_phi.curvature, downward=_phi.downward)
         jacobian(_function, absolute=1.0)(saturating)
     if _phi.error is not None:
-        _library(_function, size=_phi.error)
+        _rounds(_function, error=_phi.error)
 
 box("gelu", "elu", "softplus")(entrywise_box)
-_library("gelu", size=_of_operand)
+_rounds("gelu", error=_of_operand)
 
 
 @rule("neg", linear=True, schur=COUNTED)
@@ -153,19 +159,6 @@ def sigmoid(call: Call, x: Value) -> Value:
     result = _apply(x, ACTIVATIONS[F.sigmoid])
     result.origin = Origin("sigmoid", x)
     return result
-
-
-@rounding("softsign")
-def softsign_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x/(1 + |x|) in two operations."""
-    return fmt.safe(fmt.rounded(operands[0].most.clamp_max(1), 2), operands[0].most)
-
-
-@rounding(F.tanhshrink)
-def tanh_shrink_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """x − tanh(x): the error of tanh, and that of the difference."""
-    x = operands[0].most
-    return fmt.safe(fmt.function(x.clamp_max(1)) + fmt.rounded(x + 1), x)
 
 
 @rule(F.gelu)

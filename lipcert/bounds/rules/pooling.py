@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,54 +40,51 @@ def schur_norms(operation: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -
     return largest_row, (largest_row * largest_column).sqrt()
 
 
-def _averaging(operation: Callable[..., Tensor], dims: int) -> Callable[..., Value]:
-    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """Weights ≥ 0: Schur's test on one channel. Entries, and vectors of channels, grow by the largest row sum."""
-        shape = (1, 1, *x.shape[-dims:])
-        rows_norm, norm = schur_norms(lambda ones: operation(ones, *args, **kwargs), shape)
-        rows = None
-        if x.rows is not None and x.rows[0] == len(x.shape) - dims - 1:
-            rows = (x.rows[0], x.rows[1] * rows_norm)
-        floor = 0.0 if x.lowest >= 0 else -math.inf
-        return Value(call.shape, x.lip * norm, magnitude=x.magnitude * rows_norm, rows=rows, floor=floor)
-
-    return answer
+def _dims(op: Any) -> int:
+    """The number of axes that a pooling, named such as ``max_pool2d``, runs over."""
+    return int(str(op)[-2])
 
 
-def _window(dims: int, node: Node, operand: Node) -> float:
+def _window(node: Node, operand: Node) -> float:
     """The size of a window; an entry lies in at most as many."""
-    return 2 * math.prod(per_axis(arguments(node)["kernel_size"], dims))
+    return 2 * math.prod(per_axis(arguments(node)["kernel_size"], _dims(node.op)))
 
 
-def _adaptive_window(dims: int, node: Node, operand: Node) -> float:
+def _adaptive_window(node: Node, operand: Node) -> float:
     """The size of windows of n/m entries or more, possibly overlapping, from n entries to m along each axis."""
+    dims = _dims(node.op)
     return math.prod(n / m + m / n + 2 for n, m in zip(operand.shape[-dims:], node.shape[-dims:], strict=True))
 
 
-for _dims, _operation, _terms in (
-    (1, F.avg_pool1d, _window),
-    (2, F.avg_pool2d, _window),
-    (3, F.avg_pool3d, _window),
-    (1, F.adaptive_avg_pool1d, _adaptive_window),
-    (2, F.adaptive_avg_pool2d, _adaptive_window),
-    (3, F.adaptive_avg_pool3d, _adaptive_window),
-):
-    rule(_operation, linear=True, schur=Schur(terms=partial(_terms, _dims)))(_averaging(_operation, _dims))
+_AVERAGES = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
+_ADAPTIVE = ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 
 
-box("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")(
-    nonnegative
-)
+@rule(*_AVERAGES, linear=True, schur=Schur(terms=_window))
+@rule(*_ADAPTIVE, linear=True, schur=Schur(terms=_adaptive_window))
+def averaged(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
+    """Weights ≥ 0: Schur's test on one channel. Entries, and vectors of channels, grow by the largest row sum."""
+    dims, operation = _dims(call.op), getattr(F, call.op)
+    shape = (1, 1, *x.shape[-dims:])
+    rows_norm, norm = schur_norms(lambda ones: operation(ones, *args, **kwargs), shape)
+    rows = None
+    if x.rows is not None and x.rows[0] == len(x.shape) - dims - 1:
+        rows = (x.rows[0], x.rows[1] * rows_norm)
+    floor = 0.0 if x.lowest >= 0 else -math.inf
+    return Value(call.shape, x.lip * norm, magnitude=x.magnitude * rows_norm, rows=rows, floor=floor)
 
 
-@rounding("avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+box(*_AVERAGES, *_ADAPTIVE)(nonnegative)
+
+
+@rounding(*_AVERAGES, *_ADAPTIVE)
 def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Means over windows: :meth:`Format.sum` with at most as many terms as the kernel, or the operand, has positions.
 
     The divisor is a number of positions, or ``divisor_override``. Kernels of three dimensions add up in the format
     itself, so no wider accumulator is assumed.
     """
-    dims = int(str(node.op)[-2])
+    dims = _dims(node.op)
     fmt = replace(fmt, sums=fmt.dtype) if dims == 3 else fmt
     args = arguments(node)
     positions = math.prod(
@@ -99,31 +95,30 @@ def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     return fmt.safe(fmt.sum(size, positions, size), total)
 
 
-def _maximum(dims: int) -> Callable[..., Value]:
-    def answer(
-        call: Call,
-        x: Value,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] | None = None,
-        padding: int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Value:
-        """|max a − max b| ≤ max|a − b| ≤ ‖a − b‖ per window, and an entry lies in at most m windows: constant √m.
+@rule("max_pool1d", "max_pool2d", "max_pool3d")
+def largest_of_windows(
+    call: Call,
+    x: Value,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Value:
+    """|max a − max b| ≤ max|a − b| ≤ ‖a − b‖ per window, and an entry lies in at most m windows: constant √m.
 
-        Along one axis an entry at p lies in the windows o with o·s + d·t = p for 0 ≤ t < k, at most ⌈k gcd(s, d)/s⌉.
-        """
-        if return_indices:
-            raise NoAnswer("indices of the maxima")
-        kernel, step, around, gap = (per_axis(v, dims) for v in (kernel_size, stride or kernel_size, padding, dilation))
-        places = covered(call.shape[-dims:], kernel, step, around, gap)
-        if any(not bool(((p >= 0) & (p < n)).any(1).all()) for p, n in zip(places, x.shape[-dims:], strict=True)):
-            raise NoAnswer("a window that contains only padding, so its largest entry is −∞")
-        windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
-        return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude, floor=x.lowest)
-
-    return answer
+    Along one axis an entry at p lies in the windows o with o·s + d·t = p for 0 ≤ t < k, at most ⌈k gcd(s, d)/s⌉.
+    """
+    if return_indices:
+        raise NoAnswer("indices of the maxima")
+    dims = _dims(call.op)
+    kernel, step, around, gap = (per_axis(v, dims) for v in (kernel_size, stride or kernel_size, padding, dilation))
+    places = covered(call.shape[-dims:], kernel, step, around, gap)
+    if any(not bool(((p >= 0) & (p < n)).any(1).all()) for p, n in zip(places, x.shape[-dims:], strict=True)):
+        raise NoAnswer("a window that contains only padding, so its largest entry is −∞")
+    windows = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in zip(kernel, step, gap, strict=True))
+    return Value(call.shape, x.lip * Upper(windows).sqrt(), magnitude=x.magnitude, floor=x.lowest)
 
 
 def covered(
@@ -138,26 +133,20 @@ def covered(
     return [torch.arange(m)[:, None] * s + torch.arange(k) * d - p for m, k, s, p, d in axes]
 
 
-def _adaptive_maximum(dims: int) -> Callable[..., Value]:
-    def answer(call: Call, x: Value, output_size: object, return_indices: bool = False) -> Value:
-        """As max pooling, with at most 2 windows per entry and axis if n ≥ m.
+@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+def largest_adaptively(call: Call, x: Value, output_size: object, return_indices: bool = False) -> Value:
+    """As max pooling, with at most 2 windows per entry and axis if n ≥ m.
 
-        Window i ends at ⌈(i+1)n/m⌉ ≤ ⌊(i+2)n/m⌋, the start of window i + 2.
-        """
-        if len(call.shape) != len(x.shape):
-            raise NoAnswer("indices of the maxima")
-        sizes = list(zip(x.shape[-dims:], call.shape[-dims:], strict=True))
-        if return_indices or any(n < m for n, m in sizes):
-            raise NoAnswer("more results than entries, or their indices")
-        shared = math.prod(1 if n % m == 0 else 2 for n, m in sizes)
-        return Value(call.shape, x.lip * Upper(shared).sqrt(), magnitude=x.magnitude, floor=x.lowest)
-
-    return answer
-
-
-for _dims in (1, 2, 3):
-    rule(f"max_pool{_dims}d")(_maximum(_dims))
-    rule(f"adaptive_max_pool{_dims}d")(_adaptive_maximum(_dims))
+    Window i ends at ⌈(i+1)n/m⌉ ≤ ⌊(i+2)n/m⌋, the start of window i + 2.
+    """
+    if len(call.shape) != len(x.shape):
+        raise NoAnswer("indices of the maxima")
+    dims = _dims(call.op)
+    sizes = list(zip(x.shape[-dims:], call.shape[-dims:], strict=True))
+    if return_indices or any(n < m for n, m in sizes):
+        raise NoAnswer("more results than entries, or their indices")
+    shared = math.prod(1 if n % m == 0 else 2 for n, m in sizes)
+    return Value(call.shape, x.lip * Upper(shared).sqrt(), magnitude=x.magnitude, floor=x.lowest)
 
 
 @box("max_pool2d", inactive=True)
@@ -221,7 +210,7 @@ class MaxPool(_Windows):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         args = arguments(node)
-        dims = int(str(node.op)[-2])
+        dims = _dims(node.op)
         kernel, stride, padding, dilation = (
             per_axis(value, dims)
             for value in (
@@ -239,7 +228,7 @@ class AdaptiveMaxPool(_Windows):
     """Window i of an axis of n entries covers the positions p with ⌊in/m⌋ ≤ p < ⌈(i + 1)n/m⌉."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        dims = int(str(node.op)[-2])
+        dims = _dims(node.op)
         windows = []
         for n, m in zip(operands[0].shape[-dims:], result.shape[-dims:], strict=True):
             # ⌈(i + 1)n/m⌉ = −⌊−(i + 1)n/m⌋; position n counts as padding.
@@ -305,21 +294,15 @@ rounding(
 )(exact)  # fmt: skip
 
 
-def _larger(pick: Callable[..., float]) -> Callable[..., Value]:
-    def answer(call: Call, x: Any, other: Any) -> Value:
-        """For two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry."""
-        pair = (x, other)
-        values = [v if isinstance(v, Value) else Value.constant(torch.as_tensor(v, dtype=torch.float64)) for v in pair]
-        copies = [Upper(math.prod(call.shape) // max(1, math.prod(v.shape))).sqrt() for v in values]
-        lip = root_sum_squares(*(v.lip * m for v, m in zip(values, copies, strict=True)))
-        floor = pick(v.lowest if isinstance(v, Value) else _lowest(v) for v in pair)
-        return Value(call.shape, lip, magnitude=max(v.magnitude for v in values), floor=floor)
-
-    return answer
-
-
-rule("max", "maximum")(_larger(max))
-rule("min", "minimum")(_larger(min))
+@rule("max", "maximum", "min", "minimum")
+def larger(call: Call, x: Any, other: Any) -> Value:
+    """For two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry."""
+    pair, pick = (x, other), max if call.op in ("max", "maximum") else min
+    values = [v if isinstance(v, Value) else Value.constant(torch.as_tensor(v, dtype=torch.float64)) for v in pair]
+    copies = [Upper(math.prod(call.shape) // max(1, math.prod(v.shape))).sqrt() for v in values]
+    lip = root_sum_squares(*(v.lip * m for v, m in zip(values, copies, strict=True)))
+    floor = pick(v.lowest if isinstance(v, Value) else _lowest(v) for v in pair)
+    return Value(call.shape, lip, magnitude=max(v.magnitude for v in values), floor=floor)
 
 
 @rounding("max", "min", "maximum", "minimum")

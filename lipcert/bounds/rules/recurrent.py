@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace as Step
 
 import torch
 import torch.nn.functional as F
@@ -91,33 +91,13 @@ def _responses(w: Upper, u: Upper, start: Upper, steps: int) -> tuple[Upper, Upp
 _SIGMOID, _TANH = 0.096226, 0.769801  # sup |second derivative|, rounded up
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The largest entries of nominal values of one step, each of shape (N,).
-
-    Attributes:
-        i, f, o: the gates.
-        g, c, tanh: |tanh a_g|, |c_{t−1}| and |tanh c_t|.
-        slope_i, slope_f, slope_o, slope_g, slope_c: the derivatives of the gates, of tanh at a_g, and of tanh at c_t.
-        kappa: √((c_{t−1} f')² + (i g')² + (g i')²), where primes denote these derivatives.
-        result: o tanh'(c_t).
-        gate: |tanh c_t| o'.
-    """
-
-    i: Tensor
-    f: Tensor
-    o: Tensor
-    g: Tensor
-    c: Tensor
-    tanh: Tensor
-    slope_i: Tensor
-    slope_f: Tensor
-    slope_o: Tensor
-    slope_g: Tensor
-    slope_c: Tensor
-    kappa: Tensor
-    result: Tensor
-    gate: Tensor
+# The largest entries of nominal values of one step, each of shape (N,): the gates i, f, o; |tanh a_g|, |c_{t−1}| and
+# |tanh c_t| as g, c, tanh; the derivatives of the gates, of tanh at a_g, and of tanh at c_t as slope_i, slope_f,
+# slope_o, slope_g, slope_c; kappa = √((c_{t−1} f')² + (i g')² + (g i')²), where primes denote these derivatives;
+# result = o tanh'(c_t); gate = |tanh c_t| o'.
+_NAMES = (
+    "i", "f", "o", "g", "c", "tanh", "slope_i", "slope_f", "slope_o", "slope_g", "slope_c", "kappa", "result", "gate",
+)  # fmt: skip
 
 
 @remainder("lstm", "lstm_last_hidden", "lstm_last_cell")
@@ -174,7 +154,7 @@ class Recurrence(Remainder):
         return lambda rho: size * self.norm(rho)
 
 
-def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
+def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[Step]:
     """The steps of one direction at the nominal point."""
     weights = [tensor.detach().double() for tensor in way]
     h, c = (tensor.detach().double().expand(x.shape[1], *tensor.shape) for tensor in (h, c))
@@ -190,13 +170,12 @@ def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[_Step]:
         h = o * tanh
         kappa = l2_norm(torch.stack([before * slope_f, i * slope_g, g * slope_i]), 0)
         factors = (i, f, o, g, before, tanh, slope_i, slope_f, slope_o, slope_g, slope_c)
-        steps.append(
-            _Step(*(per_image(value).abs().amax(1) for value in (*factors, kappa, o * slope_c, tanh * slope_o)))
-        )
+        sizes = (per_image(value).abs().amax(1) for value in (*factors, kappa, o * slope_c, tanh * slope_o))
+        steps.append(Step(**dict(zip(_NAMES, sizes, strict=True))))
     return steps
 
 
-def _advance(step: _Step, alpha: Tensor, cell: Tensor, peak: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _advance(step: Step, alpha: Tensor, cell: Tensor, peak: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """‖δc_t‖, and ‖δh_t‖ given a bound on ‖δc_t‖, for ‖δa_t‖ ≤ alpha, ‖δc_{t−1}‖ ≤ cell and |δa_t| ≤ peak."""
 
     def reach(value: Tensor, curvature: float, most: float) -> Tensor:
@@ -217,7 +196,7 @@ def _advance(step: _Step, alpha: Tensor, cell: Tensor, peak: Tensor) -> tuple[Te
     return moved, hidden
 
 
-def _peaks(steps: list[_Step], w: float, u: float, rho: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _peaks(steps: list[Step], w: float, u: float, rho: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Bounds on ‖δa_t‖ and ‖δc_t‖ for each t, if every input deviates by ρ."""
     peaks = []
     cell = hidden = torch.zeros_like(rho)
@@ -230,7 +209,7 @@ def _peaks(steps: list[_Step], w: float, u: float, rho: Tensor) -> list[tuple[Te
 
 
 def _moved(
-    steps: list[_Step], peaks: list[tuple[Tensor, Tensor]], w: float, u: float
+    steps: list[Step], peaks: list[tuple[Tensor, Tensor]], w: float, u: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The α_t and γ_t; the first axis holds the impulses at all times s."""
     alphas, gammas = [], []
@@ -247,7 +226,7 @@ def _moved(
 
 
 def _remainder_factors(
-    steps: list[_Step], u: float, alphas: list[Tensor], gammas: list[Tensor]
+    steps: list[Step], u: float, alphas: list[Tensor], gammas: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Bounds on ‖ε(h_t)‖/ρ² for all t, shape (T, N), and on ‖ε(c_T)‖/ρ², shape (N,)."""
     factors = []

@@ -19,36 +19,38 @@ from lipcert.bounds._value import Origin, Value, rounded_down
 from lipcert.graph import Node
 from lipcert.numerics import EXTRA, Format, Number, Upper, l2_norm, over
 
+_MEAN = Schur(terms=evenly(lambda node: node.operands[0].entries / max(1, node.entries)))
 
-def _reduction(mean: bool) -> Any:
-    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """A sum of n entries has norm √n, a mean √n / n; the results share no entry."""
-        count = math.prod(x.shape) // max(1, math.prod(call.shape))
-        root = Upper(count).sqrt()
-        factor: Number = root / count if mean else root
-        same_last = (
-            x.rows is not None and x.rows[0] == len(x.shape) - 1 and bool(call.shape) and call.shape[-1] == x.shape[-1]
-        )
-        rows = None
-        if same_last and x.rows is not None and x.shape[-1] > 1:
-            rows = (-1, x.rows[1] * (1 if mean else count))
-        result = Value(call.shape, x.lip * factor, magnitude=x.magnitude * (1 if mean else count), rows=rows)
-        dims = reduced(x, *args, **kwargs)
-        least = x.lowest * (1 if mean else count)
-        if not mean and dims == (len(x.shape) - 1,):
-            least = max(least, x.mass)
-        result.floor = rounded_down(least)
-        if call.shape == with_keepdim(x, dims):
-            kind = x.origin.kind if x.origin is not None else ""
-            if kind == "square" and x.origin is not None:
-                result.origin = Origin("energy", x.origin.source, dims, count if mean else 1)
-            elif mean:
-                result.origin = Origin("mean", x, dims, count)
-            elif kind == "sigmoid":
-                result.origin = Origin("total", x, dims)
-        return result
 
-    return answer
+@rule("mean", linear=True, schur=_MEAN)
+@rule("sum", linear=True, schur=COUNTED)
+def summed(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
+    """A sum of n entries has norm √n, a mean √n / n; the results share no entry."""
+    mean = call.op == "mean"
+    count = math.prod(x.shape) // max(1, math.prod(call.shape))
+    root = Upper(count).sqrt()
+    factor: Number = root / count if mean else root
+    same_last = (
+        x.rows is not None and x.rows[0] == len(x.shape) - 1 and bool(call.shape) and call.shape[-1] == x.shape[-1]
+    )
+    rows = None
+    if same_last and x.rows is not None and x.shape[-1] > 1:
+        rows = (-1, x.rows[1] * (1 if mean else count))
+    result = Value(call.shape, x.lip * factor, magnitude=x.magnitude * (1 if mean else count), rows=rows)
+    dims = reduced(x, *args, **kwargs)
+    least = x.lowest * (1 if mean else count)
+    if not mean and dims == (len(x.shape) - 1,):
+        least = max(least, x.mass)
+    result.floor = rounded_down(least)
+    if call.shape == with_keepdim(x, dims):
+        kind = x.origin.kind if x.origin is not None else ""
+        if kind == "square" and x.origin is not None:
+            result.origin = Origin("energy", x.origin.source, dims, count if mean else 1)
+        elif mean:
+            result.origin = Origin("mean", x, dims, count)
+        elif kind == "sigmoid":
+            result.origin = Origin("total", x, dims)
+    return result
 
 
 def reduced(x: Value, dim: Any = None, *args: object, **kwargs: object) -> tuple[int, ...]:
@@ -62,9 +64,6 @@ def with_keepdim(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if d in dims else size for d, size in enumerate(x.shape))
 
 
-_MEAN = Schur(terms=evenly(lambda node: node.operands[0].entries / max(1, node.entries)))
-rule("mean", linear=True, schur=_MEAN)(_reduction(mean=True))
-rule("sum", linear=True, schur=COUNTED)(_reduction(mean=False))
 box("mean", "sum")(nonnegative)
 
 

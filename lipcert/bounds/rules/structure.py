@@ -133,14 +133,6 @@ def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple
     return None
 
 
-def _moving(operation: Any) -> Any:
-    def answer(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
-        """A bijection of the entries; rows move with their axis."""
-        return _moved(call, x, operation, *args, **kwargs)
-
-    return answer
-
-
 def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
     """``transpose(dim0, dim1)``, ``swapdims(axis0, axis1)``, and ``t()`` and ``mT``, which name no dimensions."""
     named = {name.replace("axis", "dim"): dim for name, dim in kwargs.items()}
@@ -149,38 +141,19 @@ def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
     return tensor.mT if tensor.dim() > 1 else tensor
 
 
-rule("permute", linear=True, schur=MOVED)(_moving(torch.Tensor.permute))
-rule("movedim", linear=True, schur=MOVED)(_moving(torch.Tensor.movedim))
-rule("transpose", linear=True, schur=MOVED)(_moving(_transposed))
+_MOVES: dict[str, Any] = {"permute": Tensor.permute, "movedim": Tensor.movedim, "transpose": _transposed}
 
 
-def _moved(call: Call, x: Value, move: Any, *args: Any, **kwargs: Any) -> Value:
+@rule(*_MOVES, linear=True, schur=MOVED)
+def moved(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
+    """A bijection of the entries; rows move with their axis."""
     if x.rows is None:
         return x.like(call.shape, x.lip)
-    strides = move(torch.empty(x.shape, device="meta"), *args, **kwargs).stride()
+    strides = _MOVES[call.op](torch.empty(x.shape, device="meta"), *args, **kwargs).stride()
     # The strides of a contiguous tensor identify its axes. Axes of size 1 may repeat a stride; then the size decides.
     size, stride = x.shape[x.rows[0]], torch.empty(x.shape, device="meta").stride(x.rows[0])
     places = [axis for axis in range(len(call.shape)) if strides[axis] == stride and call.shape[axis] == size]
     return x.like(call.shape, x.lip, places[0] if len(places) == 1 else None)
-
-
-def _selection(operation: Any) -> Any:
-    def answer(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
-        """Selects entries: norm √m if an entry is selected at most m times, counted by running the selection."""
-        if any(isinstance(a, Value) for a in leaves((args, kwargs))):
-            raise NoAnswer("the positions depend on the image")
-        numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
-        picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
-        uses = int(torch.bincount(picked).max()) if picked.numel() else 1
-        last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_rows(operation, args, kwargs, x.shape)
-        result = x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
-        if x.floor.numel() > 1:  # one bound for each position on the last axis
-            picked_floors = operation(x.floor.expand(x.shape), *_to_cpu(args), **_to_cpu(kwargs))
-            if picked_floors.numel():
-                result.floor = picked_floors.amin()
-        return result
-
-    return answer
 
 
 def _to_cpu(tree: Any) -> Any:
@@ -218,13 +191,27 @@ def _getitem(tensor: Tensor, *index: Any, **named: Any) -> Tensor:
     return tensor[index[0]]
 
 
-for _key, _operation in (
-    ("getitem", _getitem),
-    ("index_select", Tensor.index_select),
-    ("flip", Tensor.flip),
-    ("roll", Tensor.roll),
-):
-    rule(_key, linear=True, schur=MOVED)(_selection(_operation))
+_SELECTIONS: dict[str, Any] = {
+    "getitem": _getitem, "index_select": Tensor.index_select, "flip": Tensor.flip, "roll": Tensor.roll,
+}  # fmt: skip
+
+
+@rule(*_SELECTIONS, linear=True, schur=MOVED)
+def selected(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
+    """Selects entries: norm √m if an entry is selected at most m times, counted by running the selection."""
+    operation = _SELECTIONS[call.op]
+    if any(isinstance(a, Value) for a in leaves((args, kwargs))):
+        raise NoAnswer("the positions depend on the image")
+    numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
+    picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
+    uses = int(torch.bincount(picked).max()) if picked.numel() else 1
+    last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_rows(operation, args, kwargs, x.shape)
+    result = x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
+    if x.floor.numel() > 1:  # one bound for each position on the last axis
+        picked_floors = operation(x.floor.expand(x.shape), *_to_cpu(args), **_to_cpu(kwargs))
+        if picked_floors.numel():
+            result.floor = picked_floors.amin()
+    return result
 
 
 @rule("split", "chunk", "tensor_split", "split_with_sizes", linear=True, schur=MOVED)
@@ -373,12 +360,6 @@ def _repeated(call: Call, x: Value, copies: int) -> Value:
     return x.like(call.shape, x.lip * Upper(copies).sqrt(), len(call.shape) - 1 if keeps_rows else None)
 
 
-@rule("constant_pad_nd", linear=True, schur=MOVED)
-def constant_pad(call: Call, x: Value, pad: Sequence[int], value: float = 0) -> Value:
-    """As ``pad``."""
-    return padded(call, x, pad, value=value)
-
-
 @rule("pad", linear=True, schur=MOVED)
 def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
     """Constant padding adds constant entries: norm 1. The other modes repeat entries: norm √m, with m counted."""
@@ -404,7 +385,7 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
     return x.like(call.shape, x.lip * Upper(uses).sqrt())
 
 
-@rounding("pad", "constant_pad_nd")
+@rounding("pad")
 def pad_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Entries are exact, but the constant is rounded to the deployed format."""
     args = arguments(node)
@@ -413,7 +394,7 @@ def pad_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
 
 box(
     "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "cat", "stack", "pad",
-    "constant_pad_nd", "expand", "repeat", "tile", "repeat_interleave",
+    "expand", "repeat", "tile", "repeat_interleave",
 )(nonnegative)  # fmt: skip
 
 
