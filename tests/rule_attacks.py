@@ -37,6 +37,11 @@ _BALLS = (1e-2, 0.3)
 _DEVIATIONS = (1e-2, 1.0)
 
 
+def answers(question: str) -> dict[Any, Any]:
+    """The answers to one question, by operation."""
+    return {key: answer for key, rule in RULES.items() if (answer := getattr(rule, question)) is not None}
+
+
 @dataclass(frozen=True)
 class Contract:
     """The measurements of :func:`check_rule`.

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from rule_attacks import Linearised, against, norms, repeated
+from rule_attacks import Linearised, against, answers, norms, repeated
 from scipy.optimize import minimize_scalar
 from torch import nn
 
 from lipcert.bounds import NoAnswer, Remainder, remainder_of
 from lipcert.bounds._kinks import beyond
-from lipcert.bounds._registry import answers, key_of
+from lipcert.bounds._registry import key_of
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown, _odds
@@ -396,7 +396,7 @@ def test_contracted_forms_are_sharp_for_small_deviations(key):
     assert bool((found[2:] > 0.2 * most[2:]).all())  # of points that are not next to 0, where curvature vanishes
 
 
-KINKED_ENTRIES = BENT | {"abs", "clamp", "hardtanh", "relu6", "hardsigmoid", "prelu", "softshrink"}
+KINKED_ENTRIES = BENT | {"abs", "clamp", "hardtanh", "relu6", "hardsigmoid", "softshrink", ClippedReLU}
 SUMMED = [(key, index) for key, index in NAMED if key in QUADRATIC | KINKED_ENTRIES | {"hardswish"}]
 
 

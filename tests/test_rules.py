@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_attacks import check_rule
+from rule_attacks import answers, check_rule
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipcert
 from lipcert import surgery
 from lipcert.bounds import Value, _global, analyze
-from lipcert.bounds._registry import RULES, Rule, answers, key_of
+from lipcert.bounds._registry import RULES, Rule, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Replay, capture, needed

@@ -206,11 +206,6 @@ def registered(question: str, targets: tuple[Any, ...], answer: Answer, **flags:
     return answer
 
 
-def answers(question: str) -> dict[Any, Any]:
-    """The answers to one question, by operation."""
-    return {key: answer for key, rule in RULES.items() if (answer := getattr(rule, question)) is not None}
-
-
 def coverage() -> str:
     """A Markdown table of the answers for each operation, one row per operation, sorted by family and name."""
     rows = []

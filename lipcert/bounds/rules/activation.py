@@ -328,10 +328,8 @@ def _slopes(node: Node, dims: int) -> tuple[Any, Tensor]:
 
 
 @rule("leaky_relu", "prelu")
-def leaky_relu(call: Call, x: Value, weight: Any = 0.01, inplace: bool = False) -> Value:
+def leaky_relu(call: Call, x: Value, weight: Tensor | float = 0.01, inplace: bool = False) -> Value:
     """Slopes 1 for positive entries and w, one or one for each channel, for negative ones: at most max(1, max|w|)."""
-    if isinstance(weight, Value):
-        raise NoAnswer("slopes that depend on the image")
     weight = torch.as_tensor(weight, dtype=torch.float64)
     slope = _larger(largest(weight), largest(torch.ones(())))
     rows = None if x.rows is None else (x.rows[0], x.rows[1] * slope)
