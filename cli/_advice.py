@@ -71,7 +71,7 @@ def advise(status: Status) -> Advice:
     data = ["--data", status.data or "IMAGES", *status.lists]
     # Images that were certified measure a network, so they are not those that it is trained on.
     train = ["--data", "TRAIN"] if status.images or not status.data else data
-    train += ["--eps", status.eps]
+    train = [*train, "--eps", status.eps]
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:

@@ -104,7 +104,6 @@ def certify(
 
     _certifying.run(
         [settings(attack=_certifying.attack_of(attack, autoattack), sigma=one.sigma) for one in asked],
-        asked_pixels,
         names,
         several_models=several_models,
         shard=part,
@@ -119,7 +118,7 @@ def certify(
         device=device,
         fail_under=fail_under,
         as_json=as_json,
-        loading={"weights": asked_weights, "denoiser": denoiser, "device": device},
+        loading={"weights": asked_weights, "denoiser": denoiser, "device": device, "pixels": asked_pixels},
     )
 
 

@@ -24,7 +24,6 @@ from lipcert.inputs.checkpoints import checkpoints
 from lipcert.inputs.classes import other_order
 from lipcert.inputs.data import Images, open_images
 from lipcert.inputs.loading import resolve
-from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
@@ -69,7 +68,6 @@ def attack_of(attack: bool, autoattack: bool) -> Attack | None:
 
 def run(
     asked: Sequence[CertifySettings],
-    pixels: Preprocessing,
     names: list[str],
     *,
     several_models: bool,
@@ -97,7 +95,6 @@ def run(
     several = several_models or len(asked) > 1
     plan = _Plan(
         asked,
-        pixels,
         partial(load_model, **loading),
         data,
         lists,
@@ -136,7 +133,6 @@ class _Plan:
     """The settings of the command for every model."""
 
     settings: Sequence[CertifySettings]
-    pixels: Preprocessing
     load: partial[Model]
     data: str | None
     lists: Mapping[str, Any]
@@ -207,7 +203,6 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
     loaded = plan.load(name)
     if untrained(loaded.net):
         label += ", random weights: nothing to certify"
-    plan.pixels.apply(loaded)
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
     images = open_images(plan.data, loaded, limit=limit, **plan.lists)
     if plan.limit is None and len(images) < images.total:
@@ -228,7 +223,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
             outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes)
         if len(plan.settings) > 1:
             outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
-        words = model_options(name, **plan.load.keywords, pixels=plan.pixels)
+        words = model_options(name, **plan.load.keywords)
         outcomes.append(
             replace(outcome, words=words, channels=loaded.input_size[0], draw=partial(seconds_a_draw, loaded))
         )

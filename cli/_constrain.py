@@ -69,8 +69,7 @@ def constrain(
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
         source = resolve(model)
-        loaded = load_model(model, asked_weights, device=device)
-        asked_pixels.apply(loaded)
+        loaded = load_model(model, asked_weights, device=device, pixels=asked_pixels)
         path = out or default_name(str(source), "constrained")
         check_out(path, [Path(source), *asked_weights.files], loaded, "constrain", force)
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)

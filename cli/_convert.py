@@ -81,8 +81,7 @@ def convert(
 
     from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing
 
-    loaded = load_model(model, asked_weights, device=device)
-    asked.apply(loaded)
+    loaded = load_model(model, asked_weights, device=device, pixels=asked)
     path = out or default_name(loaded.source.get("name", model))
     check_out(path, [Path(model), *asked_weights.files], loaded, "convert", force)
     images, origin = None, {}

@@ -97,8 +97,7 @@ def run(
     _ = TrainingImages(**images_given).augmentation  # checks its settings before the model is read
     with torchrun() as processes:
         source = resolve(model)
-        loaded = load_model(model, weights, new_head=True, device=device)
-        pixels.apply(loaded)
+        loaded = load_model(model, weights, new_head=True, device=device, pixels=pixels)
         reason = "asked for"
         if recipe is None and "loss" not in given and "sigma" not in given:
             recipe, reason = recipe_for(loaded)

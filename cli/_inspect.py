@@ -45,8 +45,7 @@ def inspect(
 
     from ._loading import load_model, model_options, seconds_a_draw
 
-    loaded = load_model(model, asked_weights, features=True, device=device)
-    asked.apply(loaded)
+    loaded = load_model(model, asked_weights, features=True, device=device, pixels=asked)
     with progress("reading the network") as update:
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)

@@ -8,7 +8,9 @@ from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
+import timm
 import torch
+from timm.models import get_pretrained_cfg
 
 from lipcert.errors import InputError, LoadError, first_line
 from lipcert.inputs.data import Images
@@ -31,10 +33,14 @@ def load_model(
     denoiser: str | None = None,
     device: str = "cpu",
     new_head: bool = False,
+    pixels: Preprocessing | None = None,
 ) -> Model:
     """The model of a command on its device; reports which one it is if the user named none."""
     arguments = parse_model_args(weights.model_args)
     source = resolve(model)
+    asked = pixels or Preprocessing()
+    if timm.is_model(str(source)) and get_pretrained_cfg(str(source)) is None:  # it states nothing of its images
+        arguments |= asked.stated(arguments.get("in_chans", 3))
     if model is None:
         say(f"model: {named(model)}; name a model to use another")
     torch.manual_seed(0)  # so that random weights are the same in every run
@@ -57,6 +63,7 @@ def load_model(
         say("note: the weights are random: there is nothing to certify; give trained ones, as --checkpoint FILE")
     if denoiser is not None:
         loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
+    asked.apply(loaded)
     move_to(loaded, device)
     return loaded
 

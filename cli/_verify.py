@@ -70,13 +70,16 @@ def verify(
     from ._loading import load_model, show_data
 
     run = read_run(results)
-    loaded = load_model(model, asked_weights, denoiser=denoiser, device=device)
-    Preprocessing.of_summary(run.summary.get("preprocessing") or {}).apply(loaded)
+    recorded = Preprocessing.of_summary(run.summary.get("preprocessing") or {})
+    loaded = load_model(model, asked_weights, denoiser=denoiser, device=device, pixels=recorded)
     check_model(run, loaded)
     settings = run.settings(attack_of(run))
-    recorded = run.summary["data"]
-    spec = data or str(recorded.get("spec"))
-    lists: dict[str, Any] = {"classes": classes or recorded.get("classes"), "labels": labels or recorded.get("labels")}
+    earlier = run.summary["data"]
+    spec = data or str(earlier.get("spec"))
+    lists: dict[str, Any] = {
+        "classes": classes or earlier.get("classes"),
+        "labels": labels or earlier.get("labels"),
+    }
     images = open_images(None if spec == "bundled" else spec, loaded, **lists)
     show_data(images)
 

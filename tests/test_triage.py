@@ -199,7 +199,7 @@ KNOWN = {
     "labels from a file": Status(["resnet18"], log10=40.0, data="d", lists=LISTS),
     "one channel": Status(["m.safetensors"], 1, log10=40.0),
     "surgery helped": Status(["m.safetensors"], log10=8.0, data="my images"),
-    "trained": Status(["m.safetensors"], log10=8.0, trained=True),
+    "trained": Status(["m.safetensors"], log10=8.0, data="TEST", trained=True),
     "tight": Status(["bundled"], 1, log10=3.0),
     "no bound": Status(["m.safetensors"]),
     "certified": Status(["m.safetensors"], log10=3.0, images=8, certified=2, rows=Path("r.jsonl")),
@@ -229,6 +229,7 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     assert "--data d --labels l.csv --eps" in advise(KNOWN["labels from a file"]).command
     assert advise(KNOWN["surgery helped"]).command.startswith("lipcert finetune m.safetensors --data 'my images'")
     assert advise(KNOWN["trained"]).command.startswith("lipcert certify m.safetensors")
+    assert all(command.count("--eps") <= 1 for _, command in SUGGESTED.values())
     assert advise(KNOWN["tight"]).command == "lipcert certify bundled --eps 36/255"
     assert advise(KNOWN["certified"]).command == "lipcert report r.jsonl --html r.html"
     assert advise(KNOWN["nothing certified"]).command == "lipcert report r.jsonl --html r.html"

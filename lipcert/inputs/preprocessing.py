@@ -85,6 +85,12 @@ class Preprocessing:
             interpolation=entries.get("interpolation"),
         )
 
+    def stated(self, channels: int) -> dict[str, Any]:
+        """What is given of the mean, the standard deviation and the input size, as arguments of ``lipcert.load``."""
+        size = None if self.input_size is None else (channels, int(self.input_size[0]), int(self.input_size[-1]))
+        given = {"mean": self.mean, "std": self.std, "input_size": size}
+        return {name: value for name, value in given.items() if value is not None}
+
     def apply(self, model: Model) -> None:
         """Changes a model's normalisation, input size and data configuration."""
         channels = model.input_size[0]
