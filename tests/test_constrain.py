@@ -386,9 +386,13 @@ def test_weights_that_cannot_be_constrained_are_left_and_said():
         def forward(self, x):
             return super().forward(2 * x)
 
-    net = mlp(unused=nn.Linear(2, 2), scaled=Scaled(3, 3), tied=nn.Linear(12, 3), mixed=nn.Bilinear(3, 3, 3))
+    layers = {"unused": nn.Linear(2, 2), "scaled": Scaled(3, 3), "tied": nn.Linear(12, 3), "patched": nn.Linear(3, 3)}
+    net = mlp(**layers, mixed=nn.Bilinear(3, 3, 3))
     net.tied.weight = net.head.weight
-    net.wiring = lambda net, x: net.scaled(net.tied(net.body(x.flatten(1))) + net.head(net.body(x.flatten(1))))
+    net.patched.forward = lambda x: x
+    net.wiring = lambda net, x: net.patched(
+        net.scaled(net.tied(net.body(x.flatten(1))) + net.head(net.body(x.flatten(1))))
+    )
     model = wrap(net)
     lipcert.constrain(model, pictures(10, 8), 0.1)
     assert [layer.path for layer in model.constraint.layers] == ["body"]
@@ -397,6 +401,7 @@ def test_weights_that_cannot_be_constrained_are_left_and_said():
     assert "shares its weight with head" in reasons["tied"]
     assert "never calls" in reasons["unused"]
     assert "Scaled does more" in reasons["scaled"]
+    assert "Linear does more" in reasons["patched"]
     assert "part of a Bilinear" in reasons["mixed.weight"]
     for name in ("head", "unused", "scaled"):
         with pytest.raises(InputError, match=f"layer {name} cannot be constrained"):

@@ -143,7 +143,10 @@ def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
 
 
 def _is_plain(module: Holder) -> bool:
+    """Whether a layer only multiplies its inputs by the weight; a subclass may pad them first."""
     kind = type(module)
+    if "forward" in vars(module):
+        return False
     if isinstance(module, L2Attention):
         return True
     if isinstance(module, nn.Linear):

@@ -190,7 +190,7 @@ def watching(layers: Mapping[str, Holder], see: Callable[[str, Tensor], object])
     try:
         for name, module in layers.items():
             if not isinstance(module, L2Attention):
-                handles.append(module.register_forward_hook(_Hook(name, see)))
+                handles.append(module.register_forward_hook(_hook(name, see)))
         for name, attention in attentions:
             attention.attend = _value_hook(name, attention, see)  # type: ignore[method-assign]
         yield
@@ -226,40 +226,16 @@ def _sets(module: L2Attention, x: Tensor, bias: Tensor | None) -> Iterator[tuple
         yield x[start : start + size], bias[start : start + size] if each and bias is not None else bias
 
 
-class _Hook:
-    """Shows the rows of every call of a layer."""
-
-    def __init__(self, name: str, see: Callable[[str, Tensor], object]):
-        self.name = name
-        self.see = see
-        self.first = True
-
-    def __call__(self, module: nn.Linear | nn.Conv2d, args: tuple[Tensor, ...], output: Tensor) -> None:
+def _hook(name: str, see: Callable[[str, Tensor], object]) -> Callable[..., None]:
+    def show(module: nn.Linear | nn.Conv2d, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if isinstance(module, nn.Linear):
-            self.see(self.name, args[0].reshape(1, -1, module.in_features))
-        else:
-            per_image = max(1, 8 * output[0, 0].numel() * module.weight[0].numel() * module.groups)
-            for part in args[0].split(max(1, _CHUNK_BYTES // per_image)):
-                self.see(self.name, _patches(module, part))
-        if self.first:
-            self._require_plain(module, args[0], output)
-        self.first = False
+            see(name, inputs[0].reshape(1, -1, module.in_features))
+            return
+        per_image = max(1, 8 * output[0, 0].numel() * module.weight[0].numel() * module.groups)
+        for part in inputs[0].split(max(1, _CHUNK_BYTES // per_image)):
+            see(name, _patches(module, part))
 
-    def _require_plain(self, module: nn.Linear | nn.Conv2d, inputs: Tensor, output: Tensor) -> None:
-        """Checks that the layer only multiplies its inputs by the weight; a subclass may pad them first."""
-        first = inputs[:1]
-        if isinstance(module, nn.Linear):
-            plain = F.linear(first, module.weight, module.bias)
-        else:
-            plain = Geometry.of_module(module).apply(first, module.weight, module.bias)
-        expected, computed = plain.double(), output[:1].double()
-        if not torch.isfinite(computed).all():
-            raise InputError(f"layer {self.name} computes NaN or infinity; check its weight")
-        if expected.shape != computed.shape or (expected - computed).norm() > 0.05 * computed.norm():
-            raise InputError(
-                f"layer {self.name} ({type(module).__name__}) does more than multiply by its weight; "
-                "convert it first or leave it out"
-            )
+    return show
 
 
 def _patches(module: nn.Conv2d, images: Tensor) -> Tensor:

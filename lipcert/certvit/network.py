@@ -24,8 +24,9 @@ from lipcert.certvit.solve import Solution, constrain_layer
 from lipcert.certvit.tasks import Failure, Outcome, Task, solve_layers
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.batches import EVERY, Loader, Share, shares
+from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.processes import Processes
-from lipcert.model import Model, check_labels, checked, evaluating, outside_inference_mode
+from lipcert.model import Model, checked, evaluating, outside_inference_mode
 from lipcert.settings import ConstrainSettings, settings_of, takes
 from lipcert.surgery import L2Attention
 
@@ -100,10 +101,13 @@ class _Run:
     ):
         self.model, self.asked, self.report, self.until = model, asked, report, until
         self.faithful = asked.engine == "faithful"
-        self.calibration, self.held = shares(model, loader, held_out)
+        self.calibration, self.held = shares(model, loader, held_out, number_of_classes(model))
         self.chosen, self.untouched = choose(model, asked.layers)
         self.norms = {path: layer.shape.norm for path, layer in self.chosen.items()}
-        _check_labels(model, self.held, required=held_out is not None)
+        with Processes.connected().together():  # so that no image stops the run after the layers are solved
+            images = sum(len(batch) for batch in self.held)
+        if held_out is not None and not _sums([images])[0]:
+            raise InputError("there are no images in held_out; give at least one batch, or leave it out")
         self.notes: list[str] = []
         self.facts: dict[str, _Facts] = {}
         self.bound_before: float | None = None
@@ -374,20 +378,6 @@ class _HeldOutErrors:
         """Sums over all processes."""
         shares = Processes.connected().gather(self.squares)
         self.squares = {path: [sum(share[path][k] for share in shares) for k in range(2)] for path in self.squares}
-
-
-def _check_labels(model: Model, held: Share, *, required: bool) -> None:
-    """Reads the held-out images once, so that none of them stops the run after the layers are solved."""
-    with Processes.connected().together(), evaluating(model), torch.no_grad():
-        images = classes = 0
-        for batch, labels in held.pairs():
-            if not images:
-                classes = model(batch[:1]).shape[1]
-            images += len(batch)
-            if labels is not None:
-                check_labels(labels, len(batch), classes)
-    if required and not _sums([images])[0]:
-        raise InputError("there are no images in held_out; give at least one batch, or leave it out")
 
 
 def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:

@@ -59,6 +59,7 @@ class Share:
     model: Model
     loader: Loader
     held_out: bool | None
+    classes: int
     checksums: set[int] = field(default_factory=set)
     count: int = 0
     left_out: int = 0
@@ -77,7 +78,7 @@ class Share:
     def pairs(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Batches of images on the device and in the dtype of the model, and their labels or None."""
         position = count = checksum = 0
-        for images, labels in batches(self.loader, self.model):
+        for images, labels in batches(self.loader, self.model, self.classes):
             places = torch.arange(position, position + len(images)) % EVERY == EVERY - 1
             position += len(images)
             if self.held_out is not None:
@@ -97,9 +98,9 @@ class Share:
         self.count, self.left_out = count, position - count
 
 
-def shares(model: Model, loader: Loader, held_out: Loader | None) -> tuple[Share, Share]:
+def shares(model: Model, loader: Loader, held_out: Loader | None, classes: int) -> tuple[Share, Share]:
     """The calibration images and the held-out images: the given ones, or every fifth of the loader."""
     if held_out is not None:
-        return Share(model, loader, None), Share(model, held_out, None)
-    first = Share(model, loader, False)
-    return first, Share(model, loader, True, first.checksums)
+        return Share(model, loader, None, classes), Share(model, held_out, None, classes)
+    first = Share(model, loader, False, classes)
+    return first, Share(model, loader, True, classes, first.checksums)
