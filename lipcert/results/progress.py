@@ -47,12 +47,12 @@ def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
 
 
 def _sizes(count: int | None, together: int) -> Iterator[int]:
-    """The number of images in each block: 1, 2, 4, up to the largest size."""
+    """The number of images in each block: 1, 4, 16, up to the largest size; small ones cost about the same."""
     largest = together if count is None else min(together, -(-count // _BLOCKS) or 1)
     size = 1
     while True:
         yield size
-        size = min(2 * size, largest)
+        size = min(4 * size, largest)
 
 
 class Remaining:
