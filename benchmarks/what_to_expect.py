@@ -45,7 +45,7 @@ HEAD = """# What to expect for your network
 Made by `python -m benchmarks.what_to_expect --page` from measurements of the commands, one thread. The global
 Lipschitz bound of a pretrained network is astronomical, since it is the product of the bounds of its layers. Linearised
 certificates cannot exceed the first-order limit, margin over gradient norm, and for most images of such a network an
-attack finds an adversarial example near it. `lipcert certify` says within seconds that no certificate is in reach, and
+attack finds an adversarial example near it. `lipcert certify` says that no certificate is in reach, and
 why.
 
 - **A pretrained ImageNet network, unmodified**: certify its smoothed classifier,

@@ -189,6 +189,7 @@ _OF_TIMM = {
     "--img-size": "give --model-args img_size=N",
     "--in-chans": "give --model-args in_chans=N",
     "--batch-size": "leave it out, the batch size is chosen by memory",
+    "--norm": "radii are l2 distances; norms of layers are replaced by convert",
     "--pretrained": "leave it out, weights are loaded unless --no-pretrained is given",
 }
 _UsageError: Any = typer.BadParameter.__mro__[1]

@@ -14,7 +14,7 @@ from ._errors import one_line_errors
 from ._options import AsJson
 from ._print import busy, command, percent, print_facts, print_json, print_table, say
 
-_COLUMNS = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method", "s/image")
+_COLUMNS = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method")
 
 
 @one_line_errors
@@ -57,7 +57,7 @@ def _show_checkpoints(entries: list[Checkpoint], as_json: bool) -> None:
     def row(one: Checkpoint) -> tuple[str, ...]:
         certified = round(one.certified * one.images)
         figures = (percent(one.clean), percent(one.certified), interval(certified, one.images), str(one.images))
-        return (one.name, _short(one.parameters), one.eps, *figures, one.method, f"{one.seconds:.2g}")
+        return (one.name, _short(one.parameters), one.eps, *figures, one.method)
 
     print_table(_COLUMNS, [row(one) for one in entries], optional=("95 % CI", "parameters", "images"))
     for one in entries:

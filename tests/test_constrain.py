@@ -233,7 +233,7 @@ def test_few_images_are_said():
     assert report.after.agreement is None
     assert any("no held-out images" in remark for remark in report.remarks)
     assert any("1 of 1 layers had too few inputs, head the fewest: 4 of 32" in remark for remark in report.remarks)
-    assert any("1 of 1 layers do not span all dimensions, those of head 4 of 32" in line for line in report.remarks)
+    assert any("of 1 of 1 layers unused, head uses 4 of 32" in line for line in report.remarks)
     lipcert.constrain(model, pictures(6), 0.01, layers=BLOCK)
     assert any("held-out images is" in remark and "above 0.01" in remark for remark in model.constraint.remarks)
 

@@ -415,8 +415,8 @@ def _notes(
     if flat:
         least = min(flat, key=lambda entry: entry.rank / entry.width)
         yield (
-            f"the inputs of {len(flat)} of {len(entries)} layers do not span all dimensions, those of {least.path} "
-            f"{least.rank} of {least.width}; weights may change freely in the others: check held-out errors"
+            f"the images leave directions of the inputs of {len(flat)} of {len(entries)} layers unused, {least.path} "
+            f"uses {least.rank} of {least.width}; weights may change freely there: check the errors on held-out images"
         )
     queries = [f"{path}.q".lstrip(".") for path, m in model.net.named_modules() if isinstance(m, L2Attention)]
     if any(path in chosen for path in queries):
