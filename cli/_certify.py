@@ -1,10 +1,11 @@
 """``lipcert certify``: a certificate for every image of a data set, for one model or several."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -102,24 +103,55 @@ def certify(
     start(*(() if several_models else names), *asked_weights.files, classes, labels, data=data)
     from . import _certifying
 
+    attacked = "autoattack" if autoattack else "pgd" if attack else None
     _certifying.run(
-        [settings(attack=_certifying.attack_of(attack, autoattack), sigma=one.sigma) for one in asked],
-        names,
-        several_models=several_models,
-        shard=part,
-        out=out,
-        keep=not no_out,
-        until=until,
-        data=data,
-        lists={"classes": classes, "labels": labels},
-        limit=limit,
-        memory=size,
-        workers=workers,
-        device=device,
-        fail_under=fail_under,
-        as_json=as_json,
-        loading={"weights": asked_weights, "denoiser": denoiser, "device": device, "pixels": asked_pixels},
+        Plan(
+            settings=[settings(attack=attacked, sigma=one.sigma) for one in asked],
+            names=names,
+            several_models=several_models,
+            loading={"weights": asked_weights, "denoiser": denoiser, "device": device, "pixels": asked_pixels},
+            data=data,
+            lists={"classes": classes, "labels": labels},
+            limit=limit,
+            shard=part,
+            memory=size,
+            workers=workers,
+            until=until,
+            out=out,
+            keep=not no_out,
+            fail_under=fail_under,
+            as_json=as_json,
+        )
     )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of the command.
+
+    Attributes:
+        loading: the arguments of ``load_model`` besides the name.
+        until: when to stop, by the monotonic clock.
+        keep: whether rows go to a file that is named after the model.
+    """
+
+    settings: Sequence[CertifySettings]
+    names: Sequence[str]
+    several_models: bool
+    loading: Mapping[str, Any]
+    data: str | None
+    lists: Mapping[str, Any]
+    limit: int | None
+    shard: tuple[int, int] | None
+    memory: float | None
+    workers: int | None
+    until: float
+    out: Path | None
+    keep: bool
+    fail_under: float | None
+    as_json: bool
+    part: int = 0
+    parts: int = 1
 
 
 def _sigmas(text: str | None) -> list[str | None]:

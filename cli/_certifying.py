@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import typer
 
-from lipcert.attacks import PGD, Attack, AutoAttack
 from lipcert.certifier import Certifier, Method, duration, triage
 from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
@@ -35,6 +34,7 @@ from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
+from ._certify import Plan
 from ._loading import load_model, model_options, named, seconds_a_draw, show_preprocessing, untrained
 from ._output import default_name
 from ._print import (
@@ -61,90 +61,36 @@ _PASSES = 2
 _BUNDLED = 20
 
 
-def attack_of(attack: bool, autoattack: bool) -> Attack | None:
-    """The attack that the two options select."""
-    return AutoAttack() if autoattack else PGD() if attack else None
-
-
-def run(
-    asked: Sequence[CertifySettings],
-    names: list[str],
-    *,
-    several_models: bool,
-    shard: tuple[int, int] | None,
-    out: Path | None,
-    keep: bool,
-    until: float,
-    data: str | None,
-    lists: Mapping[str, Any],
-    limit: int | None,
-    memory: float | None,
-    workers: int | None,
-    device: str,
-    fail_under: float | None,
-    as_json: bool,
-    loading: Mapping[str, Any],
-) -> None:
+def run(plan: Plan) -> None:
     """Certifies the images for every model and every σ, prints the results, and sets the exit code."""
     processes = Processes.of_torchrun()
-    part, parts = shard or (processes.rank, processes.count)
-    if shard and processes.count > 1:
+    part, parts = plan.shard or (processes.rank, processes.count)
+    if plan.shard and processes.count > 1:
         raise InputError("--shard and torchrun both divide the images; use only one of them")
-    if parts > 1 and out is None:
+    if parts > 1 and plan.out is None:
         raise InputError("parts of a run need --out, the file in which their rows are combined")
-    several = several_models or len(asked) > 1
-    plan = _Plan(
-        asked,
-        partial(load_model, **loading),
-        data,
-        lists,
-        limit,
-        memory,
-        workers if processes.count == 1 else 0,
-        part,
-        parts,
-        shard is not None,
-        fail_under,
-        keep and out is None and parts == 1,
-        until,
-    )
+    workers = plan.workers if processes.count == 1 else 0
+    keep = plan.keep and plan.out is None and parts == 1
+    plan = replace(plan, workers=workers, keep=keep, part=part, parts=parts)
     with torchrun():
-        if several_models:
-            outcomes, failed = _certify_all(plan, names, out, processes)
+        if plan.several_models:
+            outcomes, failed = _certify_all(plan, processes)
         else:
-            outcomes, failed = _certify_one(plan, names[0] if names else None, out, processes), []
+            outcomes, failed = _certify_one(plan, plan.names[0] if plan.names else None, plan.out, processes), []
 
-        if as_json:
+        several = plan.several_models or len(plan.settings) > 1
+        if plan.as_json:
             summaries = [outcome.run.summary for outcome in outcomes]
             print_json({"models": summaries, "failed": failed} if several else summaries[0])
         elif several:
-            _print_comparison(outcomes, plan, out)
+            _print_comparison(outcomes, plan)
         else:
-            _print_outcome(outcomes[0], plan, out)
+            _print_outcome(outcomes[0], plan)
         below = _judge(outcomes, plan) if processes.first else False
     if failed:
         raise typer.Exit(2)
     if below:
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The settings of the command for every model."""
-
-    settings: Sequence[CertifySettings]
-    load: partial[Model]
-    data: str | None
-    lists: Mapping[str, Any]
-    limit: int | None
-    memory: float | None
-    workers: int | None
-    part: int
-    parts: int
-    sharded: bool
-    fail_under: float | None
-    keep: bool  # rows in a file that is named after the model
-    until: float  # when to stop, by the monotonic clock
 
 
 @dataclass(frozen=True)
@@ -165,10 +111,9 @@ class _Outcome:
         return self.run.certified_at(self.run.eps) / max(len(self.run), 1)
 
 
-def _certify_all(
-    plan: _Plan, names: list[str], out: Path | None, processes: Processes
-) -> tuple[list[_Outcome], list[dict[str, str]]]:
+def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list[dict[str, str]]]:
     """Certifies the models one after the other; reports models that cannot be certified and continues."""
+    names, out = plan.names, plan.out
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -194,13 +139,13 @@ def _certify_all(
     return outcomes, failed
 
 
-def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
+def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
     """Certifies one model; for several σ once each, with files such as ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
     check_environment(
         torch.device("cpu")
     )  # before loading: in another rounding mode the model's file would look damaged
     label = named(name, plan.data)
-    loaded = plan.load(name)
+    loaded = load_model(name, **plan.loading)
     if untrained(loaded.net):
         label += ", random weights: nothing to certify"
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
@@ -223,7 +168,7 @@ def _certify_one(plan: _Plan, name: str | None, out: Path | None, processes: Pro
             outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes)
         if len(plan.settings) > 1:
             outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
-        words = model_options(name, **plan.load.keywords)
+        words = model_options(name, **plan.loading)
         outcomes.append(
             replace(outcome, words=words, channels=loaded.input_size[0], draw=partial(seconds_a_draw, loaded))
         )
@@ -284,7 +229,7 @@ def _sigma_choice(
 def _certify_with(
     settings: CertifySettings,
     choice: dict[str, Any] | None,
-    plan: _Plan,
+    plan: Plan,
     loaded: Model,
     images: Images,
     label: str,
@@ -364,7 +309,7 @@ def _certify_with(
     return _Outcome(label, run, path, bound)
 
 
-def _keeps(plan: _Plan) -> bool:
+def _keeps(plan: Plan) -> bool:
     """Whether rows go to a file in the working folder; says so where none can be written there."""
     if plan.keep and not (writable := os.access(".", os.W_OK)):
         say("note: no file can be written in this folder, so rows are not kept; --out FILE keeps them")
@@ -421,7 +366,7 @@ def _show_methods(certifier: Certifier, memory: float | None) -> None:
         say(f"note: {', '.join(names)} skipped: {reason}; force with --method")
 
 
-def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
+def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
     run = outcome.run
     rows = facts(run, run.every_eps)
     if plan.data is None and plan.limit is None and len(run) < (total := run.summary["data"]["images"]):
@@ -440,7 +385,7 @@ def _print_outcome(outcome: _Outcome, plan: _Plan, out: Path | None) -> None:
     if outcome.path is not None:
         rows += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     rows += _why_not(run, run.eps_typed)
-    print_facts([*rows, *_next(plan, out, [outcome]).facts])
+    print_facts([*rows, *_next(plan, [outcome]).facts])
 
 
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
@@ -464,11 +409,12 @@ def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     ]
 
 
-def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice:
+def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
     """A suggestion for the next command."""
-    if plan.sharded and plan.part + 1 < plan.parts:
+    out = plan.out
+    if plan.shard and plan.part + 1 < plan.parts:
         return Advice(f"the same with --shard {plan.part + 2}/{plan.parts}", "without --shard it merges the rows")
-    if plan.sharded and plan.parts > 1:
+    if plan.shard and plan.parts > 1:
         return Advice("the same without --shard", "it merges the rows")
     if len(outcomes) > 1 and outcomes[0].path is not None and (out is None or not out.is_dir()):
         page = "report.html" if out is None else out.with_suffix(".html")
@@ -490,7 +436,7 @@ def _next(plan: _Plan, out: Path | None, outcomes: Sequence[_Outcome]) -> Advice
     return advise(status)
 
 
-def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | None) -> None:
+def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
     """Prints one line per model, with the largest certified fraction first."""
     attacked = any(outcome.run.attacked for outcome in outcomes)
     settings = plan.settings[0]
@@ -511,11 +457,11 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: _Plan, out: Path | Non
     print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))
     if settings.noise:
         say(f"valid for smoothed classifiers, each radius except with probability ≤ {settings.alpha:g} per image")
-    for what, text in _next(plan, out, outcomes).facts:
+    for what, text in _next(plan, outcomes).facts:
         say(f"{what}: {text}")
 
 
-def _judge(outcomes: Sequence[_Outcome], plan: _Plan) -> bool:
+def _judge(outcomes: Sequence[_Outcome], plan: Plan) -> bool:
     """Says which models are below what was asked for; whether there are any."""
     below = False
     for outcome in outcomes:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipcert.attacks import PGD
+from lipcert.attacks import ATTACKS, PGD
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.certifier import _triage
 from lipcert.certifier.anchored import jacobians, plan
-from lipcert.cli import _certifying, _print
+from lipcert.cli import _print
 from lipcert.graph._graph import run
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are no part of the package
@@ -223,7 +223,7 @@ def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_attack(monkeypatch: pytest.MonkeyPatch) -> PGD:
     """What --attack runs, for tests of what is done with its results."""
     attack = PGD(steps=10, restarts=1)
-    monkeypatch.setattr(_certifying, "PGD", lambda: attack)
+    monkeypatch.setitem(ATTACKS, "pgd", lambda: attack)
     return attack
 
 
