@@ -145,7 +145,7 @@ FORMS: dict[str, tuple[str, Map, nn.Module | Map]] = {
         lambda x: F.normalize(x, dim=-1, eps=0.3),
     ),
     "projection": (
-        "RmsLayerProject",
+        "normalize",
         lambda x: x * (R / square_sum(x).clamp(min=R * R).sqrt()),
         RmsLayerProject(D, R, bias=False),
     ),

@@ -63,9 +63,12 @@ CASES = {
         lambda x: x.view(-1),
         lambda x: x.sum().reshape(1, 1),
     ],
-    "permute": [lambda x: x.permute(0, -1, 1, 2), lambda x: x.permute((3, 2, 1, 0)), lambda x: x.expand(2, 4, 3, 6).T],
-    "movedim": [lambda x: x.movedim(-1, 1), lambda x: x.movedim((1, -1), (-1, 0))],
-    "transpose": [
+    "permute": [
+        lambda x: x.permute(0, -1, 1, 2),
+        lambda x: x.permute((3, 2, 1, 0)),
+        lambda x: x.expand(2, 4, 3, 6).T,
+        lambda x: x.movedim(-1, 1),
+        lambda x: x.movedim((1, -1), (-1, 0)),
         lambda x: x.transpose(-1, -3),
         lambda x: x.mT,
         lambda x: x[0, 0].t(),

@@ -82,7 +82,7 @@ class Kinked(Remainder):
 class KinkedEntries(Kinked):
     """Functions of single entries with kinks at ``kinks(node)``, numbers or tensors. Total: as against −w."""
 
-    entrywise = sums = True
+    entrywise = True
     kinks: Callable[[Node], Iterable[Any]] = staticmethod(lambda node: (0.0,))
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):

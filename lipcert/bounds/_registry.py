@@ -13,7 +13,7 @@ from torch import nn
 
 from lipcert.graph import Node, canonical
 
-Answer = TypeVar("Answer")
+Answer = TypeVar("Answer", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def jacobian(
     """Registers bounds on Jacobians at computed values; see :class:`Jacobian`."""
 
     def register(bounds: Answer) -> Answer:
-        registered("jacobian", targets, Jacobian(bounds, absolute, covers or _always, norm))
+        known: Any = Jacobian(bounds, absolute, covers or _always, norm)
+        registered("jacobian", targets, known)
         return bounds
 
     return register
@@ -199,10 +200,11 @@ def in_one_operand(node: Node) -> bool:
 
 def registered(question: str, targets: tuple[Any, ...], answer: Answer, **flags: Any) -> Answer:
     """Registers the answer to a question for all targets, and returns it."""
+    changes: dict[str, Any] = {question: answer, **flags}
     for key in map(key_of, targets):
         rule = RULES.get(key, Rule(key))
         methods = rule.methods | {question: _methods(key)} if isinstance(key, type) else rule.methods
-        RULES[key] = replace(rule, **{question: answer}, **flags, methods=methods)
+        RULES[key] = replace(rule, **changes, methods=methods)
     return answer
 
 

@@ -45,8 +45,7 @@ class Remainder(ABC):
     Attributes:
         entrywise: the operation is applied entry by entry to one operand, and the rule uses a bound on the deviation of
             any single entry.
-        sums: the rule defines :meth:`total`.
-        contracts: the rule defines :meth:`contracted`.
+        sums, contracts: whether the class defines :meth:`total` and :meth:`contracted`.
         has_kinks: the operation has kinks, near which R is as large as the deviation.
 
     Args:
@@ -62,6 +61,9 @@ class Remainder(ABC):
     sums: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
     has_kinks: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.sums, cls.contracts = cls.total is not Remainder.total, cls.contracted is not Remainder.contracted
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):  # noqa: B027
         """Keeps what the bounds need of the nominal values."""
@@ -247,7 +249,7 @@ class Smooth(Remainder):
 
     curvature: ClassVar[float]
     downward: ClassVar[float] = math.inf
-    entrywise = sums = contracts = True
+    entrywise = True
     _latest: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):

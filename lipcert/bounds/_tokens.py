@@ -157,8 +157,6 @@ class Radial(Remainder):
     h has an error η ≤ ρ, D²u has an error of at most sup ‖D³u‖ η.
     """
 
-    contracts = True
-
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.tokens = tokens_of(node)
         if not self.tokens.radius > 0:
@@ -252,7 +250,7 @@ class RadialKink(Radial):
     (ρ_t − k)₊. The first part is summed over tokens as in :class:`Radial`, the second as in :class:`Kinked`.
     """
 
-    contracts = False
+    contracted = Remainder.contracted  # the kink has no quadratic form
     has_kinks = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -273,6 +271,3 @@ class RadialKink(Radial):
         curved = super().against(direction)
         kinked = Kinked(self.kink).against(l2_norm(self._against(direction), -1))
         return lambda rho: curved(rho) + self.gain * kinked(rho)
-
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
-        return None  # the kink has no quadratic form

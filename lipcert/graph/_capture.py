@@ -242,7 +242,7 @@ class _Recorder:
         nominal_args, nominal_kwargs = _tensors((args, kwargs))
         operands = [value for value in _tracked_in((args, kwargs)) if value is not target]
         versions = [write_count(value.tensor) for value in operands]
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if self.computed is None else self.computed.pause():
             outcome = function(*nominal_args, **nominal_kwargs)
         if versions != [write_count(value.tensor) for value in operands]:
             raise UnsupportedCode([(f"{name} writing into its operand", self.path)])

@@ -96,6 +96,22 @@ def _constant_pad(x: Tensor, pad: Any, value: float = 0) -> Tensor:
     return F.pad(x, pad, "constant", value)
 
 
+def _transpose(x: Tensor, *dims: int) -> Tensor:
+    """``transpose`` and ``swapaxes``; ``t`` and ``mT`` name no axes."""
+    order = list(range(x.dim()))
+    if len(order) > 1:
+        first, second = dims or (-2, -1)
+        order[first], order[second] = order[second], order[first]
+    return x.permute(order)
+
+
+def _move_axes(x: Tensor, source: Any, destination: Any) -> Tensor:
+    pairs = [(source, destination)] if isinstance(source, int) else zip(source, destination, strict=True)
+    placed = {there % x.dim(): here % x.dim() for here, there in pairs}
+    others = iter([axis for axis in range(x.dim()) if axis not in placed.values()])
+    return x.permute([placed[axis] if axis in placed else next(others) for axis in range(x.dim())])
+
+
 def _threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
     """x above the threshold, and the threshold itself elsewhere."""
     return x.clamp(min=threshold)
@@ -188,6 +204,8 @@ _PARTS: dict[str, Callable[..., Tensor]] = {
     "lp_pool2d": functools.partial(_lp_pool, 2),
     "lp_pool3d": functools.partial(_lp_pool, 3),
     "constant_pad_nd": _constant_pad,
+    "transpose": _transpose,
+    "movedim": _move_axes,
     "threshold": _threshold,
     "selu": _selu,
     "celu": _celu,

@@ -37,12 +37,13 @@ class Constants(TorchFunctionMode):
         self.tracks, self.path = tracks, path
         self.held = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
         self.made: dict[int, tuple[Tensor, int, Node]] = {}
+        self.paused = False
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.tracks((args, kwargs)):
+        if self.paused or self.tracks((args, kwargs)):
             return function(*args, **kwargs)
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         written = bool(kwargs.get("inplace"))  # a replay must not write to its operand
@@ -55,6 +56,15 @@ class Constants(TorchFunctionMode):
         elif written or not any(outcome is tensor for tensor in given):
             self.remember(*call, outcome)
         return outcome
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block tensors depend on the image: its nominal values."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def remember(self, function: Callable[..., Any], args: Any, kwargs: Any, outcome: Any) -> None:
         """Notes what computed the tensors of an outcome. One that was written to is a tensor of unknown origin."""

@@ -80,7 +80,7 @@ _ELSEWHERE = ("torch._ops", "torch.foreach")
 _OF_ANOTHER_FORM = frozenset((torch.batch_norm, torch._C._nn.elu, torch._C._nn.elu_))
 
 # Operations that only rearrange the entries of their operand.
-REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "movedim", "transpose", "flip", "roll"))
+REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "flip", "roll"))
 # Operations that split a value into a tuple.
 PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
 

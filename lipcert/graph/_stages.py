@@ -152,7 +152,8 @@ def _written_out(
 
 
 def _transposed(key: Node, emit: Emit) -> Node:
-    return emit("transpose", torch.transpose, (key, -2, -1), shape=(*key.shape[:-2], key.shape[-1], key.shape[-2]))
+    *lead, rows, columns = key.shape
+    return emit("permute", torch.permute, (key, (*range(len(lead)), -1, -2)), shape=(*lead, columns, rows))
 
 
 def _repeated(x: Any, times: int, emit: Emit) -> Any:

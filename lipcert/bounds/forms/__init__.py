@@ -15,8 +15,8 @@ Each operation maps facts about its operands to facts about its result. Products
 
 * K x (αS + β)^(−½) = c·x/√(S/n + eps) with eps = β/(αn), c² = K²/(αn), n entries: RMSNorm with the weight c, LayerNorm
   if centred, and with c ≠ 1 the smooth projections of lipcert.surgery;
-* K x max(αS, low)^(−½) = f·x/max(‖x‖, R), f² = K²/α, R² = low/α: a normalisation, or the projection onto a ball if
-  f = R;
+* K x max(αS, low)^(−½) = f·x/max(‖x‖, R), f² = K²/α, R² = low/α: a normalisation, and for f = R the projection onto a
+  ball;
 * x(1 + erf(x/√2))/2 and its tanh form, x·sigmoid(x), and exp(z)/Σ exp(z), where shifts of z that are
   constant along the axis of the sum cancel, b + relu(a − b) = max(a, b) and a − relu(a − b) = min(a, b), MaxMin, and
   attention.

@@ -43,7 +43,6 @@ from lipcert.bounds.forms._patterns import (
 )
 from lipcert.bounds.forms._reflections import reflected
 from lipcert.graph import Emit, Graph, Node
-from lipcert.surgery import RmsLayerProject
 
 _FACTS = 6  # the largest number of facts kept for a value
 _EXPONENTS = {"square": Fraction(2), "sqrt": HALF, "rsqrt": -HALF, "reciprocal": Fraction(-1)}
@@ -296,20 +295,6 @@ class Finder:
             return None
         (axis,), shape = energy.axes, energy.x.shape
         factor, square = scale**2 / energy.alpha, energy.low / energy.alpha
-        dtype, device = node.dtype or torch.float64, self.device
-        if abs(factor - square) <= ROUNDED * square and axis in (1, len(shape) - 1):
-            first = axis != len(shape) - 1
-            module = RmsLayerProject(shape[axis], 1.0, bias=False, channels_first=first, device=device, dtype=dtype)
-            module.radius = filled(root_up(square), 1, dtype, device)[0]
-            module.weight.data = filled(root_up(factor / square), shape[axis], dtype, device)
-            module.requires_grad_(False).eval()
-            return Match(
-                RmsLayerProject,
-                node,
-                (energy.x,),
-                frozenset(),
-                lambda emit, reads: emit(RmsLayerProject, module, (reads[0],), {}, shape),
-            )
         floor, gain = root_down(square), root_up(factor)
 
         def build(emit: Emit, reads: Sequence[Node]) -> Node:
@@ -430,7 +415,9 @@ def _to_the_end(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, Any
     if len(axes) == 1:
         (axis,) = axes
         moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
-        return ("movedim", torch.movedim, (axis, -1), moved), ("movedim", torch.movedim, (-1, axis), shape)
+        last, others = dims - 1, [d for d in range(dims) if d != axis]
+        back = [*range(axis), last, *range(axis, last)]
+        return ("permute", torch.permute, ((*others, axis),), moved), ("permute", torch.permute, (back,), shape)
     return None
 
 

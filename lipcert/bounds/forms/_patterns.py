@@ -218,17 +218,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
 
 def _turned(node: Node) -> Node | None:
     """k, if this is kᵀ (the last two axes transposed); otherwise None."""
-    dims = len(node.shape)
-    x = node.args[0] if node.args else None
-    if node.op not in ("transpose", "permute") or not isinstance(x, Node) or node.kwargs:
+    dims, x = len(node.shape), node.args[0] if node.args else None
+    if node.op != "permute" or not isinstance(x, Node) or node.kwargs:
         return None
-    axes = [d for arg in node.args[1:] for d in (arg if isinstance(arg, (tuple, list)) else (arg,))]
-    order = list(range(dims))
-    if node.op == "permute":
-        order = [d % dims for d in axes]
-    elif not axes and dims > 1:
-        order[-2:] = order[:-3:-1]
-    elif len(axes) == 2:
-        first, second = (d % dims for d in axes)
-        order[first], order[second] = order[second], order[first]
+    order = [d % dims for arg in node.args[1:] for d in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     return x if order == [*range(dims - 2), dims - 1, dims - 2] else None

@@ -25,6 +25,7 @@ from lipcert.bounds._remainder import (
     Against,
     Contracted,
     Form,
+    Remainder,
     Smooth,
     each_entry,
     per_image,
@@ -292,7 +293,6 @@ class Rectifier(KinkedEntries):
     """
 
     bends = 1
-    contracts = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
@@ -442,7 +442,7 @@ class HardSwish(Smooth):
     """
 
     curvature = 1 / 3
-    contracts = False
+    contracted = Remainder.contracted  # the kinks have no such form
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
@@ -460,9 +460,6 @@ class HardSwish(Smooth):
         size = l2_norm(per_image(direction), 1) * _FLOAT32
         largest = self.z.abs().amax(1)
         return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
-
-    def contracted(self, direction: Tensor, rho: Sequence[Tensor], likely: Tensor | None = None) -> Contracted | None:
-        return None  # the kinks have no such form
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         slack = l2_norm(weight, 1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]

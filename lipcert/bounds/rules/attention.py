@@ -105,8 +105,6 @@ class Softmax(Remainder):
     most a sixth of the smaller bound, r min(κ(√2 + (3/2)√κ), 1/√2)‖w‖³/6 for a row, with the κ over the ball.
     """
 
-    contracts = True
-
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         self.dim = self._dim(node) + 1
         self.p, self.odds = result, _odds(result, self.dim)

@@ -186,8 +186,6 @@ class MatrixProduct(Bilinear):
     Contracted: ⟨G, δX δY⟩ = ⟨G δYᵀ, δX⟩, at most ‖G δYᵀ‖_F ‖δX‖_F.
     """
 
-    contracts = True
-
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         if len(operands) != 2:
             raise NoAnswer("three operands")

@@ -133,23 +133,12 @@ def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple
     return None
 
 
-def _transposed(tensor: Tensor, *dims: int, **kwargs: int) -> Tensor:
-    """``transpose(dim0, dim1)``, ``swapdims(axis0, axis1)``, and ``t()`` and ``mT``, which name no dimensions."""
-    named = {name.replace("axis", "dim"): dim for name, dim in kwargs.items()}
-    if dims or named:
-        return tensor.transpose(*dims, **named)
-    return tensor.mT if tensor.dim() > 1 else tensor
-
-
-_MOVES: dict[str, Any] = {"permute": Tensor.permute, "movedim": Tensor.movedim, "transpose": _transposed}
-
-
-@rule(*_MOVES, linear=True, schur=MOVED)
+@rule("permute", linear=True, schur=MOVED)
 def moved(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """A bijection of the entries; rows move with their axis."""
     if x.rows is None:
         return x.like(call.shape, x.lip)
-    strides = _MOVES[call.op](torch.empty(x.shape, device="meta"), *args, **kwargs).stride()
+    strides = torch.empty(x.shape, device="meta").permute(*args, **kwargs).stride()
     # The strides of a contiguous tensor identify its axes. Axes of size 1 may repeat a stride; then the size decides.
     size, stride = x.shape[x.rows[0]], torch.empty(x.shape, device="meta").stride(x.rows[0])
     places = [axis for axis in range(len(call.shape)) if strides[axis] == stride and call.shape[axis] == size]
@@ -393,12 +382,12 @@ def pad_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
 
 
 box(
-    "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "cat", "stack", "pad",
+    "reshape", "permute", "getitem", "index_select", "flip", "roll", "cat", "stack", "pad",
     "expand", "repeat", "tile", "repeat_interleave",
 )(nonnegative)  # fmt: skip
 
 
 rounding(
-    "reshape", "permute", "movedim", "transpose", "getitem", "index_select", "flip", "roll", "expand", "repeat",
+    "reshape", "permute", "getitem", "index_select", "flip", "roll", "expand", "repeat",
     "tile", "repeat_interleave", "dropout",
 )(exact)  # fmt: skip
