@@ -542,17 +542,6 @@ def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monke
     assert "a card is about perturbations of the pixels" in refused.stderr
 
 
-def test_the_best_sigma_has_no_interval_and_the_failure_probability_of_all(results):
-    paths = []
-    for sigma in (0.12, 0.25):
-        words = {"method": "smoothing", "rigor": "probabilistic(0.001)", "holds_for": f"smoothed({sigma})"}
-        words |= {"abstained": False, "count": 990, "samples": 1000}
-        paths.append(results([row(0, 0.3, **words)], name=f"s{sigma}", method="smoothing", sigma=sigma))
-    columns, rows = _build.overview(read_runs(paths), [(0.25, "0.25")])
-    best = dict(zip(columns, rows[-1], strict=True))
-    assert (best["results"], best["95 % CI"], best["δ"]) == ("best σ", "–", "0.002")
-
-
 def test_a_part_of_a_run_is_called_so(results):
     (run,) = read_runs([results(name="r.shard-1-of-4")])
     assert any("part 1 of 4 of a run" in note for note in run.notes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lipcert.report import _figures
 from lipcert.report._artifact import by_model, title
-from lipcert.report._curves import families, span
+from lipcert.report._curves import span
 from lipcert.report._markdown import MARK, Document, bold, code, escaped, heading, items, link, picture, table
 from lipcert.report._words import about, class_name, listed, lower_bound, promises, radius, right, upper_bound
 from lipcert.results import Run, Tally, interval, share, wilson
@@ -67,21 +67,20 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]:
     """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first.
 
-    δ is 0 if all radii are deterministic. After the runs there is a row for the best σ of each family. It is chosen
-    after the draws, so its certificates hold unless one of the family is false: the δ add up, and there is no interval.
+    δ is 0 if all radii are deterministic.
     """
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
     smoothed = any(run.smoothed for run in runs)
 
-    def row(name: str, run: Run, value: float, typed: str, median: str) -> list[str]:
+    def row(run: Run, value: float, typed: str) -> list[str]:
         return [
-            name,
+            run.name,
             _percent(run.certified_at(value), run),
             interval(run.certified_at(value), len(run)),
             typed,
             *([_percent(run.correct, run) if run.labelled else "–"] if labelled else []),
             *([_percent(run.surviving_at(value), run) if run.attacked else "–"] if attacked else []),
-            *([median] if medians else []),
+            *([_median(run) or "–"] if medians else []),
             f"{run.delta:g}",
             str(len(run)),
             *([run.holds_for] if smoothed else []),
@@ -95,11 +94,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
     rows = []
     for value, typed in eps:
         for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run)):
-            rows.append(row(run.name, run, value, typed, _median(run) or "–"))
-        for family in families(runs):
-            best = row("best σ", max(family, key=lambda run: run.certified_at(value)), value, typed, "–")
-            changed = {"95 % CI": "–", "δ": f"{min(1.0, sum(run.delta for run in family)):g}"}
-            rows.append([changed.get(column, cell) for column, cell in zip(columns, best, strict=True)])
+            rows.append(row(run, value, typed))
     return columns, rows
 
 
@@ -185,7 +180,7 @@ def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> Doc
     parts = [heading(1, document.title)]
     if several:
         columns, rows = overview(runs, eps)
-        linked = [[link(row[0]) if row[0] != "best σ" else row[0], bold(row[1]), *row[2:]] for row in rows]
+        linked = [[link(row[0]), bold(row[1]), *row[2:]] for row in rows]
         parts += [table(columns, linked), OVERVIEW]
     else:
         parts += [_tiles(runs[0], eps), table(("", ""), [*facts(runs[0], ())[:2], *_others(runs[0])], False)]
@@ -371,8 +366,6 @@ def _caption(runs: Sequence[Run]) -> str:
         text += " Dashed: accuracy under attack, an upper bound."
     if any(run.labelled for run in runs):
         text += f" Dotted: {listed(sorted({right(run) for run in runs if run.labelled}))}."
-    if families(runs):
-        text += " Grey: the best σ at each ε, which are several classifiers."
     if any(run.stopped for run in runs):
         text += " Hatched: above the largest ε of a run that stops at the verdict; larger radii were not computed."
     return f"{text} The robust accuracy lies between the solid line and the others."

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert.report._artifact import by_model
 from lipcert.results import Run
 
 Array = NDArray[np.float64]
@@ -41,17 +40,6 @@ def steps(values: Array, start: float, end: float) -> Array:
     """The ε in (start, end) at which a curve changes, ascending, with both ends added."""
     inside = np.unique(values[(values > start) & (values < end)])
     return np.concatenate([[start], inside, [end]])
-
-
-def families(runs: Sequence[Run]) -> list[list[Run]]:
-    """Groups of two or more runs of one network, smoothed with different σ, on the same images."""
-    groups: dict[object, list[Run]] = {}
-    for number, same_model in enumerate(by_model(runs)):
-        for run in same_model:
-            if run.smoothed:
-                key = (number, str(run.summary.get("data")), frozenset(row["index"] for row in run.rows))
-                groups.setdefault(key, []).append(run)
-    return [group for group in groups.values() if len({run.holds_for for run in group}) > 1]
 
 
 def span(runs: Sequence[Run]) -> tuple[float, float, bool]:

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
-from lipcert.report._curves import attack_curve, certified_curve, families, span, steps
+from lipcert.report._curves import attack_curve, certified_curve, span, steps
 from lipcert.report._words import lower_bound, right, upper_bound
 from lipcert.results import Run
 
@@ -130,10 +130,6 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
         symbols = {} if one else {"marker": _MARKERS[i % len(_MARKERS)], "markevery": some.tolist(), "markersize": 6}
         label = lower_bound(run) if one else name
         axes.step(eps, lower, where="post", linewidth=2.4, label=label, **symbols, **marks)
-    for family in families(runs):
-        eps = steps(np.concatenate([run.radii for run in family]), start, end)
-        best = np.max([100 * certified_curve(run, eps) for run in family], axis=0)
-        axes.step(eps, best, where="post", color="0.5", linewidth=5, alpha=0.4, zorder=0, label="best σ")
     beyond = [run.every_eps[-1][0] for run in runs if run.stopped]
     if beyond and min(beyond) < end:
         axes.axvspan(min(beyond), end, facecolor="none", edgecolor="0.5", alpha=0.35, hatch="//", linewidth=0, zorder=0)
