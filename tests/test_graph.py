@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds import analyze
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, Replay, _capture, canonical, capture, explicit_maxima, needed
+from lipcert.graph import Graph, Node, Replay, _capture, _graph, canonical, capture, explicit_maxima, needed
 
 SIZE = (1, 3, 4, 4)
 
@@ -605,3 +605,27 @@ def test_maxima_written_out(function, relus):
         x = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
         torch.testing.assert_close(found.replay(x), graph.replay(x))
     assert sum(node.op == "relu" for node in found.nodes) == relus
+
+
+def test_a_replay_keeps_no_value_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the image, which is read at the end, a chain of layers holds its operand and its result."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(9))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x
+            for layer in self.layers:
+                h = layer(h)
+                h.sin()  # nothing reads it
+            return h + x
+
+    torch.manual_seed(0)
+    net, image, held = Chain().double().eval(), torch.rand(1, 4, dtype=torch.float64), []
+    graph, run = capture(net, image), _graph.run
+    monkeypatch.setattr(_graph, "run", lambda nodes, values: (run(nodes, values), held.append(len(values)), values)[2])
+    assert torch.equal(graph.replay(image), net(image))
+    assert max(held) == 3
+    assert torch.equal(graph.replay(2 * image), net(2 * image))

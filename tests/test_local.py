@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lipcert import Model
-from lipcert.bounds import MarginBounds, margins, radii
+from lipcert.bounds import MarginBounds, analyze, margins, radii
 from lipcert.bounds._box import Walk, flat
 from lipcert.bounds._masked import core_of
 from lipcert.certifier import Local
@@ -513,3 +513,12 @@ def test_all_operations_without_a_rule_are_named() -> None:
 def test_a_model_in_single_precision_is_refused() -> None:
     with pytest.raises(InputError, match="float64"):
         Local(NETWORKS["mlp relu"]().float())
+
+
+def test_constants_stand_in_the_order_of_the_classes():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 5)).double().eval()
+    bounds = MarginBounds(analyze(net, (3, 2, 2)))
+    classes = torch.tensor([3, 0, 3, 4, 1])
+    assert torch.equal(bounds.of(classes), torch.stack([bounds.of(y[None])[0] for y in classes]))
+    assert bounds.of(classes[:0]).shape == (0, 5)

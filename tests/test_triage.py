@@ -136,6 +136,13 @@ def test_a_network_whose_bound_is_too_loose_is_left_to_the_cheap_methods():
     assert set(staged.methods) == {"global", "gloro"}
     result = staged.run(images())
     assert (result.radius == 0).all(), "what is negligible is not examined for rounding"
+    assert result.limit is None, "the global bound decides, so gradients are not asked for"
+    assert result.reason == (f"skipped: {', '.join(staged.skipped)}",) * 6
+    alone, seen = Certifier(model, 0.01, "gloro", dtype="float32"), []
+    sound = alone.nominal.sound
+    alone.nominal.sound = lambda some, *rest: (seen.append(len(some)), sound(some, *rest))[1]
+    assert (alone.run(images()).radius == 0).all()
+    assert seen == [0]
     assert "anchored" in Certifier(model, 0.01, "anchored").methods, "a method that is asked for is run"
 
 
