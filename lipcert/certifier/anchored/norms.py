@@ -99,9 +99,9 @@ class Norms:
     def only(self, index: Tensor) -> Norms:
         """The norms of some of the images, given by their numbers."""
         tables = (self.slack, self.gains, self.peaks, self.rows, self.weighted)
-        *others, weighted = ({pair: bound[index] for pair, bound in table.items()} for table in tables)
+        slack, gains, peaks, rows, weighted = ({pair: bound[index] for pair, bound in t.items()} for t in tables)
         ledger, written, rounding = self.ledger.only(index), self.written.only(index), self.rounded.only(index)
-        return Norms(ledger, written, rounding, *others, self.columns, weighted)
+        return Norms(ledger, written, rounding, slack, gains, peaks, rows, self.columns, weighted)
 
     def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
         """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,)."""

@@ -239,12 +239,13 @@ class Linearization:
     def gain(self, a: Node, u: Node, seminorm: Seminorm = NORM) -> Tensor | float:
         """An upper bound on ‖M G(a → u)‖, for the M of a seminorm; 0 if u does not depend on a."""
         kind, v, _ = seminorm
-        if a is u:
-            return 1.0 if kind is not SeminormKind.COLUMNS else self.norms.columns[v, self.plan.ahead[v]].amax().sqrt()
-        if (a, u) in self.plan.unconnected:
+        if a is not u and (a, u) in self.plan.unconnected:
             return 0.0
         if kind is SeminormKind.COLUMNS:
-            return self.norms.weighted[a, v]
+            assert v is not None
+            return self.norms.columns[v, self.plan.ahead[v]].amax().sqrt() if a is u else self.norms.weighted[a, v]
+        if a is u:
+            return 1.0
         if kind is SeminormKind.LARGEST and (a, u) in self.norms.peaks:
             return self.norms.peaks[a, u]
         return self.norms.gains[a, u]
