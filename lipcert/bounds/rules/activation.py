@@ -426,11 +426,26 @@ def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> T
 
 
 kinked("abs", kinks=lambda node: (0.0,), slope=2.0, bends=1)
-kinked("hardsigmoid", kinks=lambda node: (-3.0, 3.0), slope=1 / 6)
-
-
-# Torch computes parts of hardswish and its derivatives with ⅙ and ½ in float32: an error below 1e-8.
+# Torch computes parts of hardsigmoid, hardswish and their derivatives with ⅙ and ½ in float32: an error below 1e-8.
 _FLOAT32 = 1e-8
+
+
+@remainder("hardsigmoid")
+class HardSigmoid(KinkedEntries):
+    """Slope ⅙ on [−3, 3] and 0 outside. The computed slope is off by up to 1e-8."""
+
+    slope = 1 / 6
+    kinks = staticmethod(lambda node: (-3.0, 3.0))
+
+    def norm(self, rho: Sequence[Tensor]) -> Tensor:
+        return super().norm(rho) + _FLOAT32 * rho[0]
+
+    def against(self, direction: Tensor) -> Against:
+        kinked, size = super().against(direction), _FLOAT32 * l2_norm(per_image(direction), 1)
+        return lambda rho: kinked(rho) + size * rho[0]
+
+    def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
+        return super().total(weight, rho, size) + _FLOAT32 * l2_norm(weight, 1) * rho[0]
 
 
 @remainder("hardswish")
