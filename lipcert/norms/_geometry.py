@@ -74,16 +74,11 @@ class Geometry:
         """How often the padding uses an entry at most: its square root is the norm of the padding."""
         return 1 if self.mode == "zeros" else int(torch.bincount(self.places(size).flatten()).max())
 
-    def native(self, images: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Images, and the padding that torch's convolution adds itself: the same zeros on both sides."""
-        if self.mode == "zeros" and all(left == right for left, right in self.padding):
-            return images, tuple(left for left, _ in self.padding)
-        return self.pad(images), (0,) * len(self.padding)
-
     def apply(self, images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The convolution of images, shape (N, C, *size)."""
-        images, padding = self.native(images)
-        function = _CONVOLUTIONS[len(padding) - 1]
+        function, padding = _CONVOLUTIONS[len(self.padding) - 1], tuple(left for left, _ in self.padding)
+        if self.mode != "zeros" or any(left != right for left, right in self.padding):
+            images, padding = self.pad(images), (0,) * len(padding)
         return function(images, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv2d_weight
 
 from lipcert.bounds import analyze, kept_whole
 from lipcert.errors import InputError
@@ -175,8 +174,8 @@ class LocalBound:
     def _norm(self, linear: _Linear, inner: Tensor | None, outer: Tensor | None, place: int) -> Tensor:
         """A lower estimate of ‖diag(outer) W diag(inner)‖ for each image, shape (N,), or (1,) without masks.
 
-        With l = diag(outer) W diag(inner) v and r = diag(inner) Wᵀ l in the last step, this is ‖r‖/‖l‖. Its gradient
-        is that of ⟨l, W r⟩/(‖l‖‖r‖).
+        With l = diag(outer) W diag(inner) v and r = diag(inner) Wᵀ l in the last step, this is ⟨l, W r⟩/(‖l‖‖r‖), with
+        l and r constants for the gradient.
         """
         start = self.vectors.get(place)
         if start is None or self.random:
@@ -198,33 +197,8 @@ class LocalBound:
         output_norm, input_norm = (part.flatten(1).norm(dim=1) for part in (output, right))
         mean = torch.einsum("n,n...->...", 1 / input_norm.clamp_min(_TINY), right)
         self.vectors[place] = _unit(mean[None] + _TINY * start)  # the start again, if all units are constant
-        norms: Tensor = _Norms.apply(linear.weight, linear, output, right, output_norm, input_norm)
-        return norms
-
-
-class _Norms(torch.autograd.Function):
-    """‖r‖/‖l‖ for r = Wᵀ l between variable entries, with the gradient of ⟨l, W r⟩/(‖l‖‖r‖) for W; 0 if l = 0."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        linear: _Linear,
-        output: Tensor,
-        right: Tensor,
-        output_norm: Tensor,
-        input_norm: Tensor,
-    ) -> Tensor:
-        ctx.linear = linear
-        output_norm = output_norm.clamp_min(_TINY)
-        ctx.save_for_backward(output, right, 1 / (output_norm * input_norm.clamp_min(_TINY)))
-        return input_norm / output_norm
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> Any:
-        output, right, scale = ctx.saved_tensors
-        shares = (slopes[0] * scale).view(-1, *[1] * (right.dim() - 1))
-        return ctx.linear.weight_gradient(right * shares, output), None, None, None, None, None
+        length = (output_norm * input_norm).clamp_min(_TINY)
+        return (output * linear.product(right, linear.weight)).flatten(1).sum(1) / length
 
 
 class _Linear:
@@ -253,14 +227,6 @@ class _Linear:
         middle = self((low + high) / 2)
         spread = self.product((high - low) / 2, self.weight.abs())
         return middle - spread, middle + spread
-
-    def weight_gradient(self, v: Tensor, u: Tensor) -> Tensor:
-        """The gradient of ⟨u, W v⟩ with respect to W."""
-        if self.geometry is None:
-            return u.flatten(0, -2).mT @ v.flatten(0, -2)
-        v, padding = self.geometry.native(v)
-        geometry = self.geometry
-        return conv2d_weight(v, self.weight.shape, u, geometry.stride, padding, geometry.dilation, geometry.groups)
 
 
 def local_loss(

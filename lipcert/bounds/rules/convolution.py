@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments, per_axis
+from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import operator
 from lipcert.bounds._jacobian import Bounds, bilinear, lengths
 from lipcert.bounds._registry import (
@@ -140,15 +140,8 @@ def conv_transpose(
     dims = weight.dim() - 2
     if len(x.shape) != dims + 2:
         raise NoAnswer("an input without batch axis")
-    norm = conv_transpose_norm(
-        weight,
-        x.shape[2:],
-        stride=per_axis(stride, dims),
-        padding=per_axis(padding, dims),
-        output_padding=per_axis(output_padding, dims),
-        dilation=per_axis(dilation, dims),
-        groups=groups,
-    )
+    geometry = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
+    norm = conv_transpose_norm(weight, x.shape[2:], groups=groups, **geometry)
     # A transposed weight is (inputs, outputs per group, …); here one row holds all weights of one output channel.
     per_output = (
         held(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
