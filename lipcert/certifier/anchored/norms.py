@@ -103,10 +103,6 @@ class Norms:
         ledger, written, rounding = self.ledger.only(index), self.written.only(index), self.rounded.only(index)
         return Norms(ledger, written, rounding, slack, gains, peaks, rows, self.columns, weighted)
 
-    def raised(self, norm: Tensor, a: Node, b: Node, form: Form, error_factor: float) -> Tensor:
-        """‖M G(a → b)‖ as computed plus a bound on its rounding error, shape (N,)."""
-        return torch.minimum(norm + error_factor * self.error(a, b, form), form.norm * self.gains[a, b])
-
     def error(self, a: Node, b: Node, form: Form) -> Tensor:
         """A bound on the rounding error of a product with M G(a → b) and a unit vector, shape (N,).
 
@@ -276,44 +272,52 @@ class NormFinder:
 
     def _weighted(self, a: Node, v: Node, at: _AtImages, norms: Norms) -> Tensor:
         """One of the weighted norms, shape (N,)."""
-        b, affine = v.operands[0], self.network.affine_path(a, v.operands[0])
+        b, by = v.operands[0], self.jacobians
         scale = norms.columns[v, self.plan.ahead[v]].sqrt().reshape(1, *v.shape)
         if self.plan.covers(a, v):
             return scale.amax() * norms.gains[a, self.network.operands(v)[0]]
+        from_entries = by.writes(a, b) or by.writes_out(a, b.entries)
+        draw = self._draw(at.ledger, "weighted", a, b, v, from_entries=from_entries)
 
-        def form(images: int) -> Form:
-            return Form.weights(scale.expand(images, *v.shape))
+        def form(values: dict[Node, Tensor]) -> Form:
+            return Form.weights(scale.expand(len(values[a]), *v.shape))
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            ledger = at.ledger.part("weighted", self.network.replay.position[v])
-            return self._with_form(by, a, b, values, form(len(values[a])), at.written, ledger)
+            return self._with_form(by, a, b, values, form(values), draw, at.written)
 
-        return self._raised(
-            self._once(("weighted", a, v), affine, at.values, compute), a, b, form(len(at.values[a])), v.entries, norms
-        )
+        norm = self._once(("weighted", a, v), self.network.affine_path(a, b), at.values, compute)
+        return self._raised(norm, a, b, form(at.values), b.entries, norms)
 
     def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms, ledger: Ledger) -> Tensor:
         """Upper bounds on ‖M G(a → b)‖, shape (N,), for the M of a form.
 
         The form may depend on all norms computed so far, so none of them may have drawn from this part of the ledger.
         """
-        norm = self._with_form(self.jacobians, a, b, values, form, norms.written, ledger)
-        return self._raised(norm, a, b, form, rows_of(b, values, form), norms)
+        by, rows = self.jacobians, rows_of(b, values, form)
+        draw = self._draw(ledger, "norm", a, b, from_entries=by.writes(a, b) or by.writes_out(a, rows))
+        norm = self._with_form(by, a, b, values, form, draw, norms.written)
+        return self._raised(norm, a, b, form, rows, norms)
 
     def _with_form(
-        self, by: Jacobians, a: Node, b: Node, values: dict[Node, Tensor], form: Form, written: Written, ledger: Ledger
+        self,
+        by: Jacobians,
+        a: Node,
+        b: Node,
+        values: dict[Node, Tensor],
+        form: Form,
+        draw: Draw | None,
+        written: Written,
     ) -> Tensor:
         """‖M G(a → b)‖ as computed, shape (N,)."""
         if by.writes(a, b):
             return written.factor(a, b).formed(form, b.shape).spectral_norm().expand(len(form.norm))
-        draw = self._draw(ledger, "norm", a, b, from_entries=by.writes_out(a, rows_of(b, values, form)))
         return by.norm(a, b, values, draw, form=form, entry=written.entry(a, b) if draw else None)
 
     def _raised(self, norm: Tensor, a: Node, b: Node, form: Form, rows: int, norms: Norms) -> Tensor:
-        """What :meth:`_with_form` computes with a bound on its rounding error."""
-        by = self.jacobians
+        """‖M G(a → b)‖ as computed, with the ``rows`` of M G, plus a bound on its rounding error, shape (N,)."""
+        by, u = self.jacobians, self.network.root(b)
         factor = written_error(a.entries, max(rows, b.entries)) if by.writes(a, b) else by.error_factor(a, rows)
-        return norms.raised(norm, a, self.network.root(b), form, factor)
+        return torch.minimum(norm + factor * norms.error(a, u, form), form.norm * norms.gains[a, u])
 
     def formed_columns(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms) -> Tensor | None:
         """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), for the M of a form.
