@@ -92,7 +92,7 @@ OPERATIONS = frozenset(
     """
     add adaptive_avg_pool2d avg_pool2d batch_norm cat conv2d div expand gelu getitem hardsigmoid
     hardswish hardtanh layer_norm linear lstm matmul max_pool2d maximum mean mul neg norm normalize pad permute relu
-    reshape roll rsqrt scaled_dot_product_attention sigmoid silu softmax square sub sum transpose unbind unfold
+    reshape roll rsqrt scaled_dot_product_attention sigmoid silu softmax square sub sum unbind unfold
     """.split()  # noqa: SIM905
 )
 
