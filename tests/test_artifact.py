@@ -291,7 +291,7 @@ def test_other_files_are_replaced_only_by_force(tmp_path):
     model = tiny()
     path = tmp_path / "a.safetensors"
     path.write_text("mine")
-    with pytest.raises(InputError, match="is not a lipcert artifact.*--force"):
+    with pytest.raises(InputError, match="is not a lipcert artifact.*force=True"):
         save(model, path)
     assert path.read_text() == "mine"
     save(model, path, force=True)
@@ -303,12 +303,12 @@ def test_other_files_are_replaced_only_by_force(tmp_path):
     check_free(path, model, False, "convert")
     save(trained, path)
     before = path.read_bytes()
-    with pytest.raises(InputError, match="holds a model after finetune, and the new one is not.*--force"):
+    with pytest.raises(InputError, match="holds a model after finetune.*force=True"):
         save(model, path)
     with pytest.raises(InputError, match="after finetune"):
         check_free(path, model, False, "convert")
     check_free(path, model, False, "finetune", {"loss": "ce"})
-    with pytest.raises(InputError, match="result of finetune with other settings.*--force"):
+    with pytest.raises(InputError, match="result of finetune with other settings.*force=True"):
         check_free(path, model, False, "finetune", {"loss": "emma"})
     assert path.read_bytes() == before
     assert load_artifact(path).source == model.source
