@@ -16,7 +16,7 @@ from torch import nn
 
 from lipcert.bounds import NoAnswer, Remainder, remainder_of
 from lipcert.bounds._kinks import beyond
-from lipcert.bounds._registry import key_of
+from lipcert.bounds._registry import RULES, key_of
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown, _odds
@@ -707,3 +707,16 @@ def test_no_rule(function, word):
 
     with pytest.raises(NoAnswer, match=word):
         make_all()
+
+
+def test_a_projection_just_outside_its_ball_has_the_gain_of_all_terms_of_its_jacobian():
+    """|J| of a long centred token at the sphere is larger than for √(‖c‖² + R²) in place of max(‖c‖, R)."""
+    token = torch.cat([torch.zeros(128), torch.linspace(-1, 1, 128)]).double()
+    token = (token - token.mean()) / (token - token.mean()).norm() * (1 + 1e-9)
+    project = LayerProject(256, 1.0, bias=False).double().eval()
+    node = capture(project, token[None], whole=lambda part: part is project).output
+    dense = torch.autograd.functional.jacobian(project, token[None]).reshape(256, 256)
+    values = {node.operands[0]: token[None, None], node: project(token[None])[None]}
+    answer = RULES[LayerProject].jacobian
+    assert torch.linalg.matrix_norm(dense.abs(), 2) <= answer.bounds(node, 0, values)[0].item() * (1 + 1e-9)
+    assert torch.linalg.matrix_norm(dense, 2) <= answer.norm(node, 0, values).item() * (1 + 1e-9)

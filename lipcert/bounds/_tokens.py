@@ -37,6 +37,7 @@ class Tokens:
         centred: whether c is the token minus its mean.
         radius, scale: R and the scale.
         weight, bias: as the operation holds them, or None.
+        kink: whether s is the maximum.
     """
 
     rows: Callable[[Tensor], Tensor]
@@ -47,6 +48,7 @@ class Tokens:
     scale: float
     weight: Tensor | None = None
     bias: Tensor | None = None
+    kink: bool = False
 
     @property
     def largest(self) -> float:
@@ -95,14 +97,14 @@ def normalises(*targets: Any, kink: bool = False) -> Callable[[Callable[[Node], 
     def register(describe: Callable[[Node], Tokens]) -> Callable[[Node], Tokens]:
         _TOKENS.update(dict.fromkeys(map(key_of, targets), describe))
         remainder(*targets)(RadialKink if kink else Radial)
-        jacobian(*targets, norm=None if kink else normalising_norm)(normalising)
+        jacobian(*targets, norm=normalising_norm)(normalising)
         return describe
 
     return register
 
 
 def normalising(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """|J| is at most the sum of the absolute values of its terms, 3 max|weight| scale/√(‖c‖² + R²).
+    """|J| is at most the sum of the absolute values of its terms, of norm at most 3 max|weight| scale/s.
 
     The rounding errors of c and s relative to s grow with the token's norm divided by s. They enter J twice as a
     factor, up to 8 in total.
@@ -113,15 +115,16 @@ def normalising(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds
     centred = computed_l2_norm(tokens.centre(rows), -1) if tokens.centred else length
     # The norm of the exact centred token is at least this.
     centred = (centred - gamma(4 * rows.shape[-1]) * length).clamp_min(0)
-    short = over(1.0, torch.hypot(centred, torch.full_like(centred, tokens.radius)))
-    # J is scale/s times weight ∘ (I − 11ᵀ/n − ccᵀ/s²): three terms of norm at most 1 each.
+    least = torch.full_like(centred, tokens.radius)
+    short = over(1.0, torch.maximum(centred, least) if tokens.kink else torch.hypot(centred, least))
+    # J is scale/s times weight ∘ (I − 11ᵀ/n − ccᵀ/s²), without the last inside a ball: terms of norm at most 1 each.
     gain = 3 * tokens.scale * tokens.largest * per_image(short)
     worse = gain * (1 + 8 * per_image((length * short).square() if tokens.centred else torch.ones_like(short)))
     return gain.amax(1), gamma(8 * rows.shape[-1]) * worse.amax(1)
 
 
 def normalising_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor | float:
-    """J = (scale/s) diag(weight)(I − ccᵀ/s²)C without a kink, where the projection C centres.
+    """J = (scale/s) diag(weight)(I − ccᵀ/s²)C, or (scale/s) diag(weight)C inside a ball; the projection C centres.
 
     ‖c‖ ≤ s, so ‖I − ccᵀ/s²‖ ≤ 1, and ‖J‖ ≤ max|weight| scale/s: a third of the bound on ‖|J|‖.
     """

@@ -356,7 +356,7 @@ def normalize_tokens(node: Node) -> Tokens:
     dim, eps = args.get("dim", 1), float(args.get("eps", 1e-12))
     if args.get("p", 2.0) != 2.0 or not isinstance(dim, int):
         raise NoAnswer("another norm than that along one axis")
-    return Tokens(*along(dim % len(node.shape) + 1), False, eps, 1.0)
+    return Tokens(*along(dim % len(node.shape) + 1), False, eps, 1.0, kink=True)
 
 
 @rounding("normalize")

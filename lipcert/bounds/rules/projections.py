@@ -41,7 +41,8 @@ def projection_tokens(node: Node) -> Tokens:
     axis = 2 if module.channels_first else -1
     arrangement = of_groups(node.shape, module.groups) if grouped else along(axis)
     radius = float(module.radius)
-    return Tokens(*arrangement, module.centred, radius, radius, module.weight, module.bias)
+    kink = isinstance(module, LayerProject)
+    return Tokens(*arrangement, module.centred, radius, radius, module.weight, module.bias, kink)
 
 
 @rounding(SmoothProject, LayerProject, RmsSmoothProject, RmsLayerProject, GroupSmoothProject, GroupLayerProject)
