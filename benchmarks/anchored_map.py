@@ -29,6 +29,7 @@ from lipcert.bounds import margins
 from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.margin import RivalMargin, curvature_norms
 from lipcert.certifier.anchored.ray import sector
+from lipcert.certifier.anchored.walk import NORM
 from lipcert.graph import Node, run
 from lipcert.inputs.data import open_images
 
@@ -114,7 +115,7 @@ class Map:
         gain, eps = torch.as_tensor(at.gain(source, u)), torch.tensor([self.eps], dtype=torch.float64)
         first = (gain * eps).item()
         if self.sector is not None and (source, u) not in at.plan.unconnected:
-            first = self.sector.moved(self.sector.ray.size(u, largest=False), gain, eps).item()
+            first = self.sector.moved(self.sector.ray.size(u, NORM), gain, eps).item()
         charged = max(self.found.operands[v][place].item() - first, 0.0)
         if not network.replay.depends(u, source) or u is source:
             return 0.0, 0.0

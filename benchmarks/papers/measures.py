@@ -284,7 +284,7 @@ def _networks(
             for path, weight in solutions.items():
                 model.net.get_parameter(f"{path}.weight").copy_(weight)
         chosen, _ = choose(model, None)
-        norms = {path: layer.operator.norm(layer.weight) for path, layer in chosen.items()}
+        norms = {path: layer.shape.norm(layer.weight) for path, layer in chosen.items()}
         row["activations"] = {"sum of log10 norms": log10_norms(norms), **_compared(model, weights, test)}
         for kept in ("outputs", "activations"):
             row[kept] |= {"before": before.log10_norms, "accuracy before": before.accuracy,
