@@ -309,7 +309,7 @@ def test_editors_know_every_setting() -> None:
     assert {"eps", *known} == {one.name for one in dataclasses.fields(CertifySettings) if one.init}
     for one in dataclasses.fields(CertifySettings):
         if choices := one.metadata.get("choices"):
-            assert typing.get_args(known[one.name]) == choices
+            assert [*typing.get_args(known[one.name])] == [*choices]
 
 
 def test_numbers_of_numpy_reach_the_recipe_as_plain_ones() -> None:
