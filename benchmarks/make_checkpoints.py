@@ -7,6 +7,8 @@
         --model cut/liresnet-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-liresnet-w128 --data ../shared/data/cifar10 --work w128 \
         --model liresnet-w128.safetensors
+    python -m benchmarks.make_checkpoints cifar10-liresnet-108 --data ../shared/data/cifar10 --work far \
+        --model far.safetensors
     python -m benchmarks.make_checkpoints cifar10-hybrid-l2 --data ../shared/data/cifar10 --work cut \
         --model cut/hybrid_l2-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
@@ -53,6 +55,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "cifar10-liresnet-w128": {
         "file": "cifar10_liresnet_w128.safetensors", "card": 500,
         "trained": ("python -m benchmarks.train_liresnet --data cifar10 --out liresnet-w128.safetensors",),
+    },
+    "cifar10-liresnet-108": {
+        "file": "cifar10_liresnet_108.safetensors", "method": "gloro", "images": 1000,
+        "trained": ("python -m benchmarks.train_liresnet --recipe far --data cifar10 --out far.safetensors",),
     },
     "cifar10-hybrid-l2": {
         "file": "cifar10_hybrid_l2.safetensors", "method": "gloro",

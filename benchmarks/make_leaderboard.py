@@ -168,6 +168,7 @@ def _ours() -> Iterator[Entry]:
         "cifar10-liresnet-w128": (", labels mixed with a teacher's", behind),
         "cifar10-liresnet-smooth": ("", behind),
         "cifar10-liresnet": ("", "global"),
+        "cifar10-liresnet-108": (", trained for ε up to 144/255", "global"),
         "cifar10-hybrid-l2": (", 1 block of L2 attention, which changes few predictions", "global"),
         "cifar10-vit": (", dot-product attention, 2 blocks", "anchored"),
     }
