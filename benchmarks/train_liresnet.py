@@ -322,8 +322,8 @@ class Student:
             for momentum in self.updates.momentum.values():
                 momentum.zero_()
 
-    def train(self, images: Tensor, labels: Tensor, seconds: float | None = None) -> list[dict[str, float]]:
-        """Trains by the plan, takes the averaged weights, and returns what some epochs said.
+    def train(self, images: Tensor, labels: Tensor, seconds: float | None = None) -> dict[str, Any]:
+        """Trains by the plan, takes the averaged weights, and returns the number of epochs and what some of them said.
 
         With ``seconds`` there are as many epochs as they suffice for.
         """
@@ -358,7 +358,7 @@ class Student:
         with torch.no_grad():
             for p, mean in zip(self.updates.parameters, self.average, strict=True):
                 p.copy_(mean)
-        return said
+        return {"epochs": epoch, "said": said}
 
 
 def main() -> None:
@@ -390,7 +390,7 @@ def main() -> None:
         if device.type == "cuda":
             student.capture()
         seconds = args.minutes and 60 * args.minutes
-        said.append({**plan._asdict(), "said": student.train(x, y, seconds)})
+        said.append({**plan._asdict(), **student.train(x, y, seconds)})
     model = model.cpu()
     model.recipe.append({"step": "train", "with": f"benchmarks.train_liresnet --recipe {args.recipe}"})
     lipcert.save(rounded(model), args.out)
