@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._composed import code_of, parts_of
-from lipcert.graph._constants import Constants, without_caches
+from lipcert.graph._constants import Constants, out_of_place, without_caches
 from lipcert.graph._graph import Graph, Node, canonical, tensors_in
 from lipcert.graph._looks import Look, close
 from lipcert.graph._passes import passed
@@ -257,7 +257,7 @@ class _Recorder:
         if target is not None:
             if target.tensor.shape != target.node.shape:
                 raise UnsupportedCode([(f"{name}, which changes a tensor's shape in place", self.path)])
-            function = _out_of_place(function)
+            function = out_of_place(function)
             node_kwargs.pop("inplace", None)
             outcome = target.tensor
         if op == "identity" and name in ("contiguous", "clone"):  # vmap supports only the default memory layout
@@ -285,7 +285,7 @@ class _Recorder:
         outcome: Any,
     ) -> Any:
         """Records a function as its parts; ``outcome`` is the function's own result, which the network reads on."""
-        with _disable_current_modes():  # the witness compares the function's kernels
+        with _disable_current_modes(), self.computed or nullcontext():  # the witness compares the function's kernels
             result = parts(*args, **kwargs)
         first = outcome if isinstance(outcome, Tensor) else outcome[0]
         if result.tensor.shape != first.shape:
@@ -416,17 +416,6 @@ def _writes_in_place(function: Callable[..., Any], name: str, args: tuple[Any, .
         return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
     except (TypeError, ValueError):
         return bool(kwargs.get("inplace"))
-
-
-def _out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an in-place operation to run on a copy of its first argument, so that a replay can run repeatedly."""
-
-    def replayed(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        copy = first.clone()
-        returned = function(copy, *args, **kwargs)
-        return returned if isinstance(returned, Tensor) else copy
-
-    return replayed
 
 
 def _view(x: Tensor, *shape: Any, **named: Any) -> Tensor:

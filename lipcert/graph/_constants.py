@@ -23,6 +23,17 @@ MADE = "a new tensor"
 UNKNOWN = "a tensor of unknown origin"
 
 
+def out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps an in-place operation to run on a copy of its first argument, so that a replay can run repeatedly."""
+
+    def replayed(first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copy = first.clone()
+        returned = function(copy, *args, **kwargs)
+        return returned if isinstance(returned, Tensor) else copy
+
+    return replayed
+
+
 class Constants(TorchFunctionMode):
     """Records the operations between tensors that do not depend on the image.
 
@@ -46,14 +57,16 @@ class Constants(TorchFunctionMode):
         if self.paused or self.tracks((args, kwargs)):
             return function(*args, **kwargs)
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = bool(kwargs.get("inplace"))  # a replay must not write to its operand
-        named = {**kwargs, "inplace": False} if written else kwargs
-        call = spelled_out(function, *self.sources((args, named)))
+        first = [leaf for leaf in args[:1] if isinstance(leaf, Tensor)]
+        writes = list(map(write_count, first))
+        call = spelled_out(function, *self.sources((args, kwargs)))
         outcome = function(*args, **kwargs)
-        if (parts := parts_of(canonical(function), args, kwargs)) is not None and isinstance(outcome, Tensor):
+        if list(map(write_count, first)) != writes:
+            self.remember(*call, first[0], written=True)
+        elif (parts := parts_of(canonical(function), args, kwargs)) is not None and isinstance(outcome, Tensor):
             with self:
                 self.same(outcome, parts(*args, **kwargs))
-        elif written or not any(outcome is tensor for tensor in given):
+        elif not any(outcome is tensor for tensor in given):
             self.remember(*call, outcome)
         return outcome
 
@@ -66,8 +79,13 @@ class Constants(TorchFunctionMode):
         finally:
             self.paused = before
 
-    def remember(self, function: Callable[..., Any], args: Any, kwargs: Any, outcome: Any) -> None:
-        """Notes what computed the tensors of an outcome. One that was written to is a tensor of unknown origin."""
+    def remember(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, outcome: Any, written: bool = False
+    ) -> None:
+        """Notes what computed the tensors of an outcome, or of its first argument if it was ``written`` in place.
+
+        Other tensors that were written to, as through a view, are of unknown origin.
+        """
         several = isinstance(outcome, (tuple, list))
         results = list(outcome) if several else [outcome]
         if not any(isinstance(result, Tensor) and self.is_new(result) for result in results):
@@ -76,14 +94,14 @@ class Constants(TorchFunctionMode):
         if op == "rpow":
             function, op, args = torch.pow, "pow", args[::-1]
         args, kwargs = placed(function, op, args, kwargs, lambda value: isinstance(value, (Node, Tensor)))
-        node = Node(op, function, args, kwargs, self.path())
+        node = Node(op, out_of_place(function) if written else function, args, kwargs, self.path())
         fresh = not node.operands and not any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
         for index, result in enumerate(results):
             if not isinstance(result, Tensor) or not self.is_new(result):
                 continue
             shape, dtype = tuple(result.shape), result.dtype
             if fresh:
-                made = Node(MADE, function, (result,), {}, node.path, shape, dtype=dtype)
+                made = Node(MADE, function, (result.clone(),), {}, node.path, shape, dtype=dtype)
             elif several:
                 made = Node("part", operator.getitem, (node, index), {}, node.path, shape, dtype=dtype)
             else:

@@ -321,6 +321,15 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     return Value(call.shape, root_sum_squares(x.lip, value.lip * copies), magnitude=magnitude, floor=floor)
 
 
+@rounding("setitem")
+def written_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Entries are exact, but a constant among them is rounded to the deployed format."""
+    args, error = arguments(node), zeros(node, operands)[0]
+    if not isinstance(args["value"], Node):
+        error[args["index"]] = fmt.cast(args["value"])
+    return error.expand(len(operands[0].nominal), *node.shape)
+
+
 @rule("expand", "repeat", "tile", linear=True, schur=MOVED)
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Repeats every entry m times: norm √m."""
