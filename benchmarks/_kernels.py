@@ -132,6 +132,13 @@ def _softmax(name: str, r: random.Random) -> Drawn:
     return Function(lambda x: getattr(F, name)(x, dim=dim)), shape
 
 
+def _fold(r: random.Random) -> Drawn:
+    kernel, stride, windows = r.choice((1, 2, 3)), r.choice((1, 2)), (r.randint(1, 7), r.randint(1, 7))
+    height, width = (kernel + stride * (count - 1) for count in windows)
+    shape = (r.choice((1, 3)) * kernel**2, math.prod(windows))
+    return Function(lambda x: F.fold(x, (height, width), kernel, stride=stride)), shape
+
+
 def _entrywise(operation: Callable[[Tensor], Tensor], r: random.Random) -> Drawn:
     return Function(operation), (r.choice((1, 3, 16)), r.choice((1, 7, 33)), r.choice((1, 9, 64)))
 
@@ -157,6 +164,7 @@ OPERATIONS: dict[str, Callable[[random.Random], Drawn]] = {
         kind: partial(_normalisation, kind)
         for kind in ("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm")
     },
+    "fold": _fold,
     "avg_pool": partial(_pool, False),
     "adaptive_avg_pool": partial(_pool, True),
     **{name: partial(_reduced, name) for name in ("sum", "mean", "vector_norm")},

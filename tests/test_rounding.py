@@ -115,6 +115,7 @@ OPERATIONS: dict[str, nn.Module] = {
     "mul, number": Function(lambda x: x * 0.3),
     "div, both": Function(both(lambda x, y: x / (2 + y.square()))),
     "unfold": nn.Unfold(3, padding=1),
+    "fold": nn.Sequential(nn.Unfold(3, padding=1), nn.Fold((6, 6), 3, padding=1)),
     "interpolate, two axes": Function(lambda x: F.interpolate(x, size=(9, 4), mode="bilinear")),
     "interpolate, corners": Function(lambda x: F.interpolate(x, size=(11, 3), mode="bilinear", align_corners=True)),
     "interpolate, bicubic": Function(lambda x: F.interpolate(x, scale_factor=1.7, mode="bicubic")),

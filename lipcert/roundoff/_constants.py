@@ -106,7 +106,7 @@ def deployed_graph(
 def _check_type(op: Any, result: torch.dtype | None, kinds: Iterable[torch.dtype | None]) -> None:
     """Refuses results in another type than that of the operands, ``kinds``, which a hidden cast must have rounded."""
     floating = [kind for kind in kinds if kind is not None and kind.is_floating_point]
-    if result is None or not floating or op == "identity":
+    if result is None or not result.is_floating_point or not floating or op == "identity":
         return
     common = functools.reduce(torch.promote_types, floating)
     if result != common and not (op in _WIDENING and torch.promote_types(common, result) == result):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,6 +145,14 @@ def overlapped(
 
     sums, norm = schur_norms(added, (1, taps, x.shape[-1]))
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude * sums, floor=0.0 if x.lowest >= 0 else -math.inf)
+
+
+@rounding("fold")
+def overlapped_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+    """Sums of one entry for each tap at most, added in the format itself, as torch does on a CPU."""
+    (x,) = operands
+    size = node.function(x.most.flatten(0, 1), *node.args[1:], **node.kwargs).unflatten(0, (len(x.nominal), -1))
+    return replace(fmt, sums=fmt.dtype).sum(size, x.nominal.shape[-2] // max(1, node.shape[1]))
 
 
 @rule(torch.Tensor.unfold, linear=True, schur=COUNTED)
