@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import lipcert
-from benchmarks import make_equations, make_leaderboard, make_measurements
+from benchmarks import make_leaderboard, make_measurements
 from lipcert.certifier._staged import CLASSES
 from lipcert.cli import app
 from lipcert.results import read_run
@@ -54,31 +54,6 @@ def workplace(tmp_path, monkeypatch):
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("paper", "equations", "statements"),
-    [
-        ("CertViT", 16, {"definition 1", "problem 2", "proposition 3", "algorithm 1", "algorithm 2", "algorithm 3"}),
-        ("LoFAST", 29, {"proposition 1", "lemma 1", "lemma 2", "theorem 1"}),
-        ("LiResNet", 2, {"definition 1", "definition 2", "definition 3"}),
-        ("Local-Lip", 29, {"definition 1", "proposition 1", "theorem 1", "algorithm 1"}),
-    ],
-)
-def test_every_equation_of_the_papers_is_in_a_docstring_or_has_a_reason(paper, equations, statements):
-    (entries,) = (found for name, found in make_equations.PAPERS.items() if name.startswith(f"{paper}:"))
-    listed = [make_equations.cited(numbers) for numbers, *_ in entries]
-    assert set().union(*listed) == {f"equation {k}" for k in range(1, equations + 1)} | statements
-    for numbers, (_, _, how, module) in zip(listed, entries, strict=True):
-        assert how.startswith(("as printed", "as in appendix", "tighter", "differs, because"))
-        assert module is None or numbers <= make_equations.cited(make_equations.source(module)), module
-
-
-def test_references_to_several_equations_are_understood():
-    text = "equations 21 to 23,\n    Theorem 1, equations 2, 4 and 6.\nLemmas 1 and 2; section 3.5, equation 2.1"
-    expected = {21, 22, 23, 2, 4, 6}
-    assert make_equations.cited(text) == {f"equation {k}" for k in expected} | {"theorem 1", "lemma 1", "lemma 2"}
-    assert make_equations.PAGE.read_text() == make_equations.page(), "run python -m benchmarks.make_equations"
 
 
 def test_the_page_of_measurements_is_what_the_measurements_say() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import timm
@@ -13,24 +13,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import lipcert
 from benchmarks.papers import lofast, trained
 from benchmarks.papers.attention import AttentionLayer, attention_sensitivity
-from benchmarks.papers.behind import Relu, constrain_behind, constrain_network
 from benchmarks.papers.courses import local_lip as local_lip
 from benchmarks.papers.courses import threats as threats
 from benchmarks.papers.recipes import CIFAR, IMAGES, NO_DATA, SCALES, Given, Row, Table, preset_of
 from benchmarks.papers.vits import before_crown as before_crown
 from benchmarks.papers.vits import beside_crown as beside_crown
 from benchmarks.papers.vits import shapes as shapes
-from lipcert.certvit import Moments, constrain_matrix
-from lipcert.certvit.layers import choose
-from lipcert.certvit.report import log10_norms
 from lipcert.inputs.data import open_images
-from lipcert.networks.lip_convnet import LipConvNet
 from lipcert.surgery import swap
 from lipcert.training import LocalBound
 
 Rows = list[dict[str, Any]]
 _TOKENS, _DIM, _HEADS = 16, 64, 8
-_CONSTRAINED = 40  # batches of 100 images
 _MOST_STEPS = 1000  # of power iteration, for figures 4 and 5 of Local-Lip
 _EPS = (0.01, 0.03, 0.05, 0.07, 0.09, 0.10)
 
@@ -212,98 +206,6 @@ def ablation(table: Table, given: Given) -> Rows:
                 found.append(lofast.theorem_1(moved if name == "x" else x, other, 0.1).change)
             rows.append({"moved": name, "by": size, "bound, mean": sum(found) / len(found), "samples": len(found)})
     return rows
-
-
-def behind(table: Table, given: Given) -> Iterator[dict[str, Any]]:
-    """Equation 10 with and without the ReLU: single layers, and two networks trained on CIFAR-10 by cross-entropy.
-
-    The networks are constrained at several tolerances, so that they can be compared at the same accuracy, which is that
-    on test images. With fewer images than a dense layer has inputs, what is free behind a ReLU is free on other images.
-    """
-    yield from (_layer(active, error) for active, error in ((0.04, 0.01), (0.04, 0.1), (0.5, 0.1)))
-    if given.data is None:
-        yield {"needs": "networks: --data cifar10=FOLDER, with train.tar and test.tar in it"}
-        return
-    sources = trained.splits(CIFAR, {CIFAR: given.data})
-    width: dict[str, Any] = {"channels": (16, 32, 64, 128), "stem_width": 8} if given.small else {}
-    torch.manual_seed(0)
-    for name, net in {
-        "ReLU network of 4 layers": LipConvNet(((16, 4, 4, 0), (32, 4, 2, 1)), (128,), act_layer="relu"),
-        "resnet10t" + (", channels of 16 to 128" if given.small else ""): timm.create_model(
-            "resnet10t", num_classes=10, **width
-        ),
-    }.items():
-        model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.25,) * 3, input_size=(3, 32, 32))
-        train, test = (
-            [(b.images, b.labels) for b in open_images(source, model, limit=count).batches(100)]
-            for source, count in zip(sources, (4000, 1000) if given.small else (50_000, 10_000), strict=True)
-        )
-        model.train()
-        with torch.no_grad():
-            for images, _ in train:  # for the statistics of batch normalisation, which finetune leaves as they are
-                model(images)
-        lipcert.finetune(model.eval(), train, loss="ce", epochs=8 if given.small else 40, lr=2e-3)  # type: ignore[arg-type]
-        yield from _networks(
-            name,
-            model,
-            train[:_CONSTRAINED],
-            test,
-            (0.02, 0.05, 0.1) if given.small else (0.02, 0.05, 0.1, 0.2),
-        )
-
-
-def _layer(active: float, error: float) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(500, 32, generator=generator, dtype=torch.float64) * torch.arange(1, 33) ** -0.5
-    weight = torch.randn(32, 32, generator=generator, dtype=torch.float64) / 32**0.5
-    offset = -(x @ weight.T).quantile(1 - active, dim=0)
-    relu = Relu(torch.ones(32, dtype=torch.float64), offset)
-    plain = constrain_matrix(weight, Moments.from_rows(x), error)
-    kept = constrain_behind(weight, x, relu, error)
-    return {
-        "name": f"layer of 32 × 32, {100 * active:.0f} % of outputs active", "error": error,
-        "norm": plain.norm_before, "outputs kept": plain.norm_after, "activations kept": kept.norm_after,
-        "gap": kept.gap,
-    }  # fmt: skip
-
-
-def _networks(
-    name: str, model: lipcert.Model, batches: Sequence[Any], test: Sequence[Any], errors: Sequence[float]
-) -> Iterator[dict[str, Any]]:
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    for error in errors:
-        row: dict[str, Any] = {"name": name, "error": error, "images": sum(len(images) for images, _ in batches)}
-        model.load_state_dict(weights)
-        solutions, _ = constrain_network(model, [images for images, _ in batches], error)
-        report = lipcert.constrain(model, batches, error, held_out=test).constraint
-        assert report is not None
-        before, outputs = report.before, report.after
-        row["outputs"] = {"sum of log10 norms": outputs.log10_norms, "accuracy": outputs.accuracy,
-                          "top class kept": outputs.agreement}  # fmt: skip
-        with torch.no_grad():
-            for path, weight in solutions.items():
-                model.net.get_parameter(f"{path}.weight").copy_(weight)
-        chosen, _ = choose(model, None)
-        norms = {path: layer.shape.norm(layer.weight) for path, layer in chosen.items()}
-        row["activations"] = {"sum of log10 norms": log10_norms(norms), **_compared(model, weights, test)}
-        for kept in ("outputs", "activations"):
-            row[kept] |= {"before": before.log10_norms, "accuracy before": before.accuracy,
-                          "layers with a ReLU behind": len(solutions), "layers": len(norms)}  # fmt: skip
-        yield row
-
-
-def _compared(model: lipcert.Model, weights: dict[str, Tensor], test: Sequence[Any]) -> dict[str, float]:
-    """Accuracy on test images, and the share whose top class is that of the model with other weights."""
-    after = [model(images).argmax(1) for images, _ in test]
-    changed = {key: value.clone() for key, value in model.state_dict().items()}
-    model.load_state_dict(weights)
-    before = [model(images).argmax(1) for images, _ in test]
-    model.load_state_dict(changed)
-    labels = torch.cat([labels for _, labels in test])
-    return {
-        "accuracy": float((torch.cat(after) == labels).double().mean()),
-        "top class kept": float((torch.cat(after) == torch.cat(before)).double().mean()),
-    }
 
 
 def perturbed(table: Table, given: Given) -> Iterator[dict[str, Any]]:

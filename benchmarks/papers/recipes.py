@@ -218,8 +218,8 @@ DIFFERENCES = {
     "(--vectors); warm-up epochs are those of the learning rate; images are shifted by 4 pixels and flipped, but for "
     "MNIST, which the paper does not say",
     "certvit": "10,000 images constrain the layers, the paper's number is not said; y of equation 10 is the output of "
-    "a layer as in equation 13, not what the activation makes of it (see the table 'equation 10'); learning rate and "
-    "epochs of the last step are not in the paper",
+    "a layer as in equation 13, not what the activation makes of it; learning rate and epochs of the last step are not "
+    "in the paper",
     "lipcert": "no row of a paper",
     "emma": "RandAugment is timm's, of the same strength as torchvision's default; Lookahead has timm's defaults",
     "trades": "as emma",

@@ -205,10 +205,6 @@ TABLES = (
     Table("certvit", "8", "Hyper-parameters of Local-Lip", measure="settings", settings=_EIGHT_SETTINGS),
     Table("certvit", "9", "Hyper-parameters of training from scratch", measure="settings", settings=_NINE),
     Table("certvit", "10", "Hyper-parameters of pretrained transformers", measure="settings", settings=_TEN),
-    Table(
-        "certvit", "equation 10", "The constraint set with and without the ReLU after the layer",
-        ("norm", "outputs kept", "activations kept"), measure="behind",
-    ),
     Table("certvit", "figure 1", "Perturbed images of a ViT and of its constrained one", measure="perturbed"),
     Table(
         "certvit", "figure 2", "The largest slope of GELU, equation 16", ("slope",), (Row("GELU", (1.12,)),),
