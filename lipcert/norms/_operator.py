@@ -105,14 +105,14 @@ class Operator:
         return self._with(rows if self.rows is None else self.rows * rows.to(self.rows.device), self.columns)
 
     def after(self, channels: Tensor | None) -> Operator | None:
-        """self ∘ diag(channels); None if there is no factor for each channel."""
+        """self ∘ diag(channels); None if there is no factor for each channel, or if a factor of the inputs is known."""
         groups = 1 if self.geometry is None else self.geometry.groups
         out, inputs, *kernel = self.weight.shape
-        if channels is None or channels.numel() != inputs * groups:
+        if self.identity or self.columns is not None or channels is None or channels.numel() != inputs * groups:
             return None
         # All outputs of a group read the same input channels.
         per_group = channels.reshape(groups, 1, -1).expand(groups, out // groups, -1)
-        return self._with(None, per_group.reshape(out, inputs, *[1] * len(kernel)))
+        return self._with(self.rows, per_group.reshape(out, inputs, *[1] * len(kernel)))
 
     def plus_identity(self) -> Operator | None:
         """I + self; None if they are not of one form.
