@@ -23,13 +23,7 @@ HEAD = """# Measurements
 Made by `benchmarks/make_measurements.py` from the files in `benchmarks/results`, which name the machine that each
 measurement ran on. Shares are of the images that are stated. ε is in ℓ2, on pixels in [0, 1].
 """
-_VITS = {
-    "cifar10-vit": "`cifar10-vit`, 2 blocks after a convolution",
-    "smooth3": "ViT, 3 blocks",
-    "kinked3": "ViT, 3 blocks, projections with a kink",
-}
-_COLOURS = ("#CC79A7", "#0072B2", "#009E73", "#D55E00")
-_EPS = {"0.02": 0.02, "0.05": 0.05, "0.1": 0.1, "36/255": 36 / 255}
+_COLOURS = ("#CC79A7", "#0072B2", "#009E73")
 
 
 def read(name: str) -> Any:
@@ -39,21 +33,18 @@ def read(name: str) -> Any:
 
 def page() -> str:
     """The page of results as Markdown."""
-    return "\n".join([HEAD, _accuracy(), _both_kinds(), _denoised(), _attacked()])
+    return "\n".join([HEAD, _accuracy(), _denoised(), _attacked()])
 
 
 def points() -> dict[str, list[tuple[float, float]]]:
     """For each curve of the picture, ε and the certified share there; at 0 the clean accuracy."""
-    measured, vit = read("certified_accuracy"), read("anchored_radii")["cifar10-vit"]
+    measured = read("certified_accuracy")
     shown = {"LiResNet, anchored": "liresnet-w128", "LiResNet, gloro": "liresnet", "ViT, anchored": "vit"}
     curves = {name: measured[f"cifar10-{network}"] for name, network in shown.items()}
-    found = {
+    return {
         name: [(0.0, one["clean"]), *((_value(e), share) for e, share in one["certified"].items())]
         for name, one in ((name, one.get("curve", one)) for name, one in curves.items())
     }
-    shares = vit["certificates"]["lofast"]
-    layerwise = [(0.0, vit["clean"]), *((eps, shares[f"at_{typed}"]) for typed, eps in _EPS.items())]
-    return {**found, "the same ViT, layer by layer": layerwise}
 
 
 def picture(kind: str = "default") -> str:
@@ -69,7 +60,7 @@ def picture(kind: str = "default") -> str:
     with style.context([kind, {"svg.hashsalt": "lipcert", "svg.fonttype": "path", "font.size": 11}]):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         axes = figure.subplots()
-        for (name, line), colour, marker in zip(curves.items(), _COLOURS, "^osD", strict=True):
+        for (name, line), colour, marker in zip(curves.items(), _COLOURS, "^os", strict=True):
             eps, shares = zip(*line, strict=True)
             axes.step(eps, [100 * s for s in shares], where="pre", color=colour, linewidth=2.2, label=name)
             axes.plot(eps, [100 * s for s in shares], linestyle="", marker=marker, color=colour, clip_on=False)
@@ -92,45 +83,16 @@ def picture(kind: str = "default") -> str:
 def _accuracy() -> str:
     rows = []
     for name, one in read("certified_accuracy").items():
-        certified = one["certified"]["36/255"]
-        shown = _VITS.get(name, f"`{name}`")
         strong = one.get("autoattack")
-        auto = (
-            f"{percent(strong['accuracy'])} of {strong['images']:,} (PGD {percent(strong['pgd'])})" if strong else "–"
-        )
-        rows.append([shown, one["images"], one["clean"], one["pgd"], auto, certified, one["method"]])
-    pipe = read("cifar_pipeline")["row"]
-    rows.append(
-        [
-            "ViT, 2 blocks, by the commands alone",
-            pipe["images"],
-            pipe["clean"],
-            pipe["pgd"],
-            "–",
-            pipe["certified"],
-            "anchored",
-        ]
-    )
-    for network in ("smooth3", "kinked3"):
-        vit = read("anchored_radii")[network]
-        certified = vit["certificates"]["anchored"]["at_36/255"]
-        rows.append([_VITS[network], vit["images"], vit["clean"], None, "–", certified, "anchored"])
-    cells = [
-        [name, f"{n:,}", percent(clean), percent(pgd), auto, percent(sure), how]
-        for name, n, clean, pgd, auto, sure, how in rows
-    ]
-    more = "\n".join(
-        f"- `{name}`: {percent(one['limit'])}; {one['cpu_seconds_a_verdict']:.2g} CPU seconds a verdict."
-        for name, one in read("certified_accuracy").items()
-    )
-    text = f"""Accuracy under PGD and AutoAttack is an estimate from above; AutoAttack attacked what PGD left of the
-first images of the shuffle. The first-order limit, the share that margins and
-gradients at the pixels alone would certify, and the time:
-
-{more}
+        auto = [f"{strong['images']:,}", percent(strong["pgd"]), percent(strong["accuracy"])] if strong else ["–"] * 3
+        seconds = f"{one['cpu_seconds_a_verdict']:.2g}"
+        rows.append([f"`{name}`", f"{one['images']:,}", percent(one["pgd"]), percent(one["limit"]), seconds, *auto])
+    text = """Certified shares are on the [leaderboard](leaderboard.md). Accuracy under PGD and AutoAttack is an
+estimate from above, and so is the first-order limit, the share that margins and gradients at the pixels alone would
+certify. AutoAttack attacked what PGD left of the first images of the shuffle.
 """
-    columns = ["network", "images", "clean", "under PGD", "under AutoAttack", "certified", "method"]
-    return section("Certified accuracy on CIFAR-10 at ε = 36/255", columns, cells, text)
+    columns = ["network", "images", "PGD", "limit", "CPU s a verdict", "AutoAttack on", "PGD there", "AutoAttack"]
+    return section("Attacks on CIFAR-10 at ε = 36/255", columns, rows, text)
 
 
 def _attacked() -> str:
@@ -153,30 +115,6 @@ single operations with odd arguments, and measures what is claimed of them: {cou
 """
     columns = ["method and arithmetic", "radii", "prediction changed", "smallest ratio", "median ratio"]
     return section("Radii under attack", columns, rows, text)
-
-
-def _both_kinds() -> str:
-    """Smoothing and anchored, each on a network trained for it."""
-    found = read("both_kinds")
-    known, minutes, asked = found["certificates"], found["training, cpu minutes"], found["arguments"]
-    columns = ["certificate", "holds for", "class is right", "36/255", "0.25", "0.5", "CPU s per image"]
-    rows = [
-        [
-            f"{name}",
-            one["holds for"],
-            *(percent(share) for share in (one["right"], *(one["certified"].get(eps) for eps in columns[3:6]))),
-            f"{one['cpu seconds an image']:.1f}",
-        ]
-        for name, one in known.items()
-    ]
-    images = known["anchored"]["images"]
-    head = f"""Both kinds in one run (`benchmarks.both_kinds`), at a small scale: the CIFAR-10 ViT after a
-convolution, {minutes["noisy"]:.1f} CPU minutes of training under noise, from there
-{minutes["anchored, beyond noisy"]:.1f} more on {asked["limit"]:,} images for anchored, and
-{images} test images, on which a share has a 95 % interval of up to ±{98 / images**0.5:.0f} points.
-The first table has networks that were trained for longer.
-"""
-    return section("Smoothing beside anchored", columns, rows, head)
 
 
 def _denoised() -> str:

@@ -16,8 +16,7 @@ from benchmarks.papers.attention import AttentionLayer, attention_sensitivity
 from benchmarks.papers.courses import local_lip as local_lip
 from benchmarks.papers.courses import threats as threats
 from benchmarks.papers.recipes import CIFAR, IMAGES, NO_DATA, SCALES, Given, Row, Table, preset_of
-from benchmarks.papers.vits import before_crown as before_crown
-from benchmarks.papers.vits import beside_crown as beside_crown
+from benchmarks.papers.vits import layers as layers
 from benchmarks.papers.vits import shapes as shapes
 from lipcert.inputs.data import open_images
 from lipcert.surgery import swap

@@ -1,9 +1,6 @@
-"""LoFAST beside CROWN, its tables 1 and 2 and figure 2: ViTs with its projections, trained by commands.
+"""LoFAST's table 1 and figure 2: ViTs with its projections, trained by commands.
 
 Certified shares are by the package's ``lofast``, ``anchored`` and ``lofast-paper``, which is Theorem 1 as published.
-What CROWN decides is an estimate: it does not count its rounding. CROWN needs auto_LiRPA, the extra ``verify``. With
-``--keep FOLDER`` a second run, in an environment that has it, adds the rows of CROWN, and trains and certifies nothing
-again.
 """
 
 from __future__ import annotations
@@ -17,18 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import lipcert
-from benchmarks._crown import Crown
 from benchmarks.papers import trained
 from benchmarks.papers.recipes import NO_DATA, Given, Table
 from lipcert.inputs.data import open_images
 
 EPS = ("0.02", "0.05", "0.1")
-THEOREM, CROWN, OURS = "LoFAST, Theorem 1", "CROWN", ("lofast", "anchored")
-NEEDS = "auto_LiRPA 0.7 or later, the extra verify: pip install git+https://github.com/Verified-Intelligence/auto_LiRPA"
-_LAYERS = (3, 4, 5)  # of table 1; table 2 has the first
+THEOREM, OURS = "LoFAST, Theorem 1", ("lofast", "anchored")
+_LAYERS = (3, 4, 5)  # of table 1
 Verdicts = dict[str, Any]  # by ε, which of the images hold, and under "seconds", by ε, the CPU seconds of each
 
 
@@ -102,14 +96,9 @@ class Trained:
         }  # fmt: skip
 
     def verdicts(self, verifier: str) -> Verdicts:
-        """Which of the images predicted right hold, by ε, and the CPU seconds of each.
-
-        Raises:
-            ImportError: auto_LiRPA is needed and cannot be imported.
-        """
+        """Which of the images predicted right hold, by ε, and the CPU seconds of each."""
         method = "lofast-paper" if verifier == THEOREM else verifier
-        make = self._crown if verifier == CROWN else lambda: self._radii(method)
-        found = self._kept(verifier, make)
+        found = self._kept(verifier, lambda: self._radii(method))
         stands = self._attacked()
         for eps in EPS:
             false = [b and not a for a, b in zip(stands[eps], found[eps], strict=True)]
@@ -141,69 +130,24 @@ class Trained:
         seconds = dict.fromkeys(EPS, [each] * len(self.images))
         return {"seconds": seconds, **{eps: (radii > float(eps)).tolist() for eps in EPS}}
 
-    def _crown(self) -> Verdicts:
-        crown = Crown(self.model)
-        found = self._asked(lambda image, label, eps: crown(image, label, eps) > 0)
-        return {**found, "auto_LiRPA": crown.version}
 
-    def _asked(self, holds: Callable[[Tensor, int, float], bool]) -> Verdicts:
-        found: Verdicts = {"seconds": {eps: [] for eps in EPS}, **{eps: [] for eps in EPS}}
-        for image, label in zip(self.images, self.labels.tolist(), strict=True):
-            for eps in EPS:
-                started = time.process_time()
-                found[eps].append(holds(image[None], label, float(eps)))
-                found["seconds"][eps].append(time.process_time() - started)
-        return found
-
-
-def beside_crown(table: Table, given: Given) -> Iterator[dict[str, Any]]:
-    """Table 1: each verifier on ViTs of 3, 4 and 5 layers; at the scale small on that of 3."""
+def layers(table: Table, given: Given) -> Iterator[dict[str, Any]]:
+    """Table 1: each method on ViTs of 3, 4 and 5 layers; at the scale small on that of 3."""
     quoted = {row.name: dict(zip(table.columns, row.paper, strict=True)) for row in table.rows}
     if given.data is None:
         yield {"needs": NO_DATA, "paper": quoted}
         return
-    for layers in _LAYERS[: 1 if given.small else None]:
-        name = f"ViT of {layers} layers"
-        network = _network(layers, given)
+    for count in _LAYERS[: 1 if given.small else None]:
+        name = f"ViT of {count} layers"
+        network = Trained(_vit(count, given.small), str(given.data), given.kept, 20 if given.small else 1000)
         yield {"name": name, **network.facts()}
-        for verifier in (CROWN, THEOREM, *OURS):
+        for verifier in (THEOREM, *OURS):
             row = _verified(network, verifier)
-            paper = quoted.get(f"{name}, {'α,β-CROWN' if verifier == CROWN else verifier}")
+            paper = quoted.get(f"{name}, {verifier}")
             yield {"name": f"{name}, {verifier}", **row, **({"paper": paper} if paper else {})}
     if given.small:
         others = {name: paper for name, paper in quoted.items() if f"of {_LAYERS[0]} " not in name}
         yield {"needs": "--scale full for the other ViTs", "paper": others}
-
-
-def before_crown(table: Table, given: Given) -> Iterator[dict[str, Any]]:
-    """Table 2: CROWN on what a faster verifier leaves open, on the ViT of 3 layers."""
-    quoted = {row.name: dict(zip(table.columns, row.paper, strict=True)) for row in table.rows}
-    if given.data is None:
-        yield {"needs": NO_DATA, "paper": quoted}
-        return
-    network = _network(_LAYERS[0], given)
-    try:
-        crown = network.verdicts(CROWN)
-    except ImportError as error:
-        yield {"needs": f"{NEEDS}; {error.msg.partition(' (')[0]}", "paper": quoted}
-        return
-    for name, first in (("CROWN", None), ("CROWN and LoFAST", THEOREM), ("CROWN and lofast", OURS[0])):
-        row: dict[str, Any] = {"name": f"CIFAR-10, {name}", "kind": "estimate", "images": network.tested}
-        for eps in EPS[:2]:
-            held, spent = crown[eps], crown["seconds"][eps]
-            if first is not None:
-                known = network.verdicts(first)
-                early = known[eps]
-                held = [a or b for a, b in zip(early, held, strict=True)]
-                times = zip(known["seconds"][eps], early, spent, strict=True)
-                spent = [own + (0.0 if sure else later) for own, sure, later in times]
-            row |= {f"verified at {eps}": sum(held) / network.tested, f"cpu seconds an image, {eps}": _mean(spent)}
-        yield {**row, **({"paper": quoted[row["name"]]} if row["name"] in quoted else {})}
-    yield {
-        "name": "SVHN",
-        "here": "quoted: --data names CIFAR-10 alone",
-        "paper": {k: v for k, v in quoted.items() if "SVHN" in k},
-    }
 
 
 def shapes(table: Table, given: Given) -> Iterator[dict[str, Any]]:
@@ -222,25 +166,12 @@ def shapes(table: Table, given: Given) -> Iterator[dict[str, Any]]:
         yield {"name": name, **network.facts(), **_verified(network, OURS[0])}
 
 
-def _network(layers: int, given: Given) -> Trained:
-    return Trained(_vit(layers, given.small), str(given.data), given.kept, 20 if given.small else 1000)
-
-
 def _vit(layers: int, small: bool) -> Vit:
     return Vit(layers, 2, 0.25, 16, 8, 8000, 4) if small else Vit(layers, 4, 0.25, 128, 4, 50_000, 100)
 
 
 def _verified(network: Trained, verifier: str) -> dict[str, Any]:
-    """Shares by ε under a name that says whether they are certified, and the seconds of an image."""
-    try:
-        found = network.verdicts(verifier)
-    except ImportError as error:
-        return {"needs": f"{NEEDS}; {error.msg.partition(' (')[0]}"}
-    kind = "estimate" if verifier == CROWN else "certified"
+    """Certified shares by ε, and the seconds of an image."""
+    found = network.verdicts(verifier)
     seconds = [spent for eps in EPS for spent in found["seconds"][eps]]
-    version = {"auto_LiRPA": found["auto_LiRPA"]} if verifier == CROWN else {}
-    return {kind: network.shares(found), "cpu seconds an image": _mean(seconds), **version}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(1, len(values))
+    return {"certified": network.shares(found), "cpu seconds an image": sum(seconds) / max(1, len(seconds))}
