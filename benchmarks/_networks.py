@@ -203,6 +203,16 @@ def _mlp(rng: random.Random, size: Size, classes: int) -> nn.Module:
     return _with_head(layers, size, classes)
 
 
+def _deep(rng: random.Random, size: Size, classes: int) -> nn.Module:
+    """At least ten layers, in residual blocks or one behind the other."""
+    width, residual, activation = rng.choice((4, 6, 8)), rng.random() < 0.6, rng.choice(ACTIVATIONS)
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(math.prod(size), width)]
+    for _ in range(rng.randint(8, 12)):
+        block = nn.Sequential(nn.Linear(width, width), activation())
+        layers.append(Residual(block, rng.choice((1.0, 0.3))) if residual else block)
+    return _with_head(layers, size, classes)
+
+
 def _conv(rng: random.Random, size: Size, classes: int) -> nn.Module:
     width, groups = rng.choice((4, 6)), rng.choice((1, 1, 2))
     layers: list[nn.Module] = [nn.Conv2d(size[0], width, 3, stride=rng.choice((1, 2)), padding=1)]
@@ -328,6 +338,7 @@ FAMILIES: dict[str, Callable[[random.Random, Size, int], nn.Module]] = {
     "linear": _linear,
     "relu": _relu,
     "mlp": _mlp,
+    "deep": _deep,
     "conv": _conv,
     "gates": _gates,
     "tokens": _tokens,
@@ -338,7 +349,17 @@ FAMILIES: dict[str, Callable[[random.Random, Size, int], nn.Module]] = {
 }
 # Families whose networks take longer, and have fewer images.
 SLOW = ("timm", "convnext", "mixer", "efficientnet")
-_SHARES = ["linear", "relu", *["mlp"] * 4, *["conv"] * 2, *["gates"] * 2, *["tokens"] * 4, *["timm"] * 2, *SLOW[1:]]
+_SHARES = [
+    "linear",
+    "relu",
+    *["mlp"] * 4,
+    *["deep"] * 3,
+    *["conv"] * 2,
+    *["gates"] * 2,
+    *["tokens"] * 4,
+    *["timm"] * 2,
+    *SLOW[1:],
+]
 _SMALL: list[Size] = [(1, 4, 4), (2, 4, 4), (3, 4, 4)]
 _SIZES: dict[str, list[Size]] = dict.fromkeys(FAMILIES, _SMALL) | {
     "relu": [(1, 2, 2), (1, 2, 3), (2, 2, 2)],

@@ -53,7 +53,8 @@ def unscaled(tree: ast.AST) -> list[int]:
         if name:
             keywords = {keyword.arg for keyword in node.keywords}
             owner = ast.unparse(node.func.value)
-            bad = name == "norm" and (not node.args or bool(keywords & {"p", "dim", "keepdim"}) or owner == "torch")
+            plain = not node.args or isinstance(node.args[0], ast.Constant)
+            bad = name == "norm" and (plain or bool(keywords & {"p", "dim", "keepdim"}) or owner == "torch")
             bad |= name.endswith("norm") and owner.endswith("linalg")
             bad |= name in ("sum", "mean") and squares(node.func.value)
         else:
@@ -67,8 +68,9 @@ def unscaled(tree: ast.AST) -> list[int]:
 @pytest.mark.parametrize(
     "line",
     [
-        "x.norm()", "x.norm(dim=1)", "torch.norm(x, 2)", "x.square().sum(1)", "x.pow(2).sum()", "(x**2).mean()",
-        "torch.linalg.vector_norm(x)", "torch.linalg.norm(x)", "linalg.matrix_norm(x, 2)", "x / y.clamp_min(1e-9)",
+        "x.norm()", "x.norm(2, 1)", "x.norm(dim=1)", "torch.norm(x, 2)", "x.square().sum(1)", "x.pow(2).sum()",
+        "(x**2).mean()", "torch.linalg.vector_norm(x)", "torch.linalg.norm(x)", "linalg.matrix_norm(x, 2)",
+        "x / y.clamp_min(1e-9)",
     ],
 )  # fmt: skip
 def test_unscaled_arithmetic_is_found(line: str) -> None:
