@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing.context
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -20,10 +21,11 @@ _STARTING = threading.Lock()
 def worker_pool(
     count: int, make: Callable[[bytes], None] | None = None, given: bytes = b""
 ) -> Iterator[ProcessPoolExecutor]:
-    """Processes that share the cores; an error, an interruption among them, ends them and drops their tasks.
+    """Processes that share the cores, until the ``with`` block ends: tasks that are not finished then are dropped.
 
     Workers do not import the main module, so a script needs no ``if __name__ == "__main__"``, and what they are given
-    must not be defined in it. If one dies, its future and those after it raise ``BrokenProcessPool``.
+    must not be defined in it. They read it before they import torch, so this process does not wait for that import. If
+    a worker dies, its future and those after it raise ``BrokenProcessPool``.
 
     Args:
         count: number of processes, at least 1.
@@ -31,21 +33,32 @@ def worker_pool(
         given: its argument.
     """
     threads = max(1, (os.cpu_count() or 1) // count)
-    context = _Context()
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_prepare, initargs=(threads, make, given))
+    context, preparation = _Context(), pickle.dumps(_Call(_prepare, threads, make, given))
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=pickle.loads, initargs=(preparation,))
     try:
         yield pool
-    except BaseException:
+    finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in context.processes:
             if process.pid is not None:  # None where it has not started
                 process.terminate()
-        raise
-    pool.shutdown()
+
+
+class _Call:
+    """A call that is made where this is unpickled."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any):
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
 
 
 class _Process(multiprocessing.context.SpawnProcess):
     """A process that is told of an empty main module: ``spawn`` makes a child import the one that it is told of."""
+
+    def __reduce__(self) -> Any:  # unpickled without this module, which imports torch
+        return object.__new__, (multiprocessing.context.SpawnProcess,), self.__dict__
 
     def start(self) -> None:
         with _STARTING:

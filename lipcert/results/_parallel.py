@@ -6,10 +6,11 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 Outcome = tuple[Certificates, float]
 
-# Workers are started if the images that remain take this process longer than so many seconds.
-_WORTH = 15.0
+# Workers are started if the images that remain take this process longer than so many seconds, by a low estimate: many
+# images take less each than few.
+_WORTH, _POWER = 15.0, 0.6
 # Memory of a worker besides that of its images.
 _OF_A_WORKER = 2**29
 
@@ -69,7 +71,7 @@ def certified(
         outcome = _timed(certifier, batch, workers > 0)
         yield batch, *outcome
         left = None if left is None else left - len(batch)
-        if workers > 1 and (left is None or left * outcome[1] / len(batch) > _WORTH):
+        if workers > 1 and (left is None or outcome[1] * (left / len(batch)) ** _POWER > _WORTH):
             break
     else:
         return
@@ -89,27 +91,54 @@ def certified(
 def _shared(
     certifier: Any, batches: Iterator[Batch], pool: ProcessPoolExecutor, workers: int
 ) -> Iterator[tuple[Batch, Certificates, float]]:
-    ready, serves = pool.submit(_identity), False
-    waiting: deque[tuple[Batch, Callable[[], Outcome], Callable[[], bool]]] = deque()
+    """Whoever is free, this process or a worker, takes the next batch."""
+    identity, lock = _identity(certifier), Lock()
+    waiting: deque[Future[tuple[Batch, Certificates, float]]] = deque()
 
-    def finished(block: bool = False) -> Iterator[tuple[Batch, Certificates, float]]:
-        while waiting and (block or waiting[0][2]()):
-            batch, outcome, _ = waiting.popleft()
-            yield batch, *outcome()
+    def begun() -> tuple[Batch, Future[Any]] | None:
+        with lock:
+            outcome: Future[Any] = Future()
+            try:
+                batch = next(batches, None)
+            except Exception as error:
+                outcome.set_exception(error)
+                batch = None
+            if batch is not None or outcome.done():
+                waiting.append(outcome)
+            return None if batch is None else (batch, outcome)
 
-    for batch in batches:
-        if not serves and ready.done():
-            serves = ready.result() == _identity(certifier)
-        if serves and sum(not is_done() for *_, is_done in waiting) < workers:
-            future = pool.submit(_certify, pickle.dumps((batch.images, batch.labels)))  # by value
-            waiting.append((batch, partial(_received, future, batch), future.done))
+    # A thread of the pool calls these three; it would lose an error.
+    def ready(task: Future[Any]) -> None:
+        if not task.cancelled() and task.exception() is None and task.result() == identity:
+            serve()
+
+    def serve() -> None:
+        if (entry := begun()) is None:
+            return
+        try:
+            task = pool.submit(_certify, pickle.dumps((entry[0].images, entry[0].labels)))  # by value
+        except Exception as error:
+            entry[1].set_exception(error)
         else:
-            done: Future[Outcome] = Future()
-            done.set_result(_timed(certifier, batch, True))
-            waiting.append((batch, done.result, done.done))
-        yield from finished()
-    ready.cancel()
-    yield from finished(block=True)
+            task.add_done_callback(partial(served, *entry))
+
+    def served(batch: Batch, outcome: Future[Any], task: Future[bytes]) -> None:
+        try:
+            outcome.set_result((batch, *_received(task, batch)))
+        except Exception as error:
+            outcome.set_exception(error)
+        else:
+            serve()
+
+    for _ in range(workers):
+        pool.submit(_identity).add_done_callback(ready)
+    while (entry := begun()) is not None:
+        batch, outcome = entry
+        outcome.set_result((batch, *_timed(certifier, batch, True)))
+        while waiting and waiting[0].done():
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _timed(certifier: Any, batch: Batch, one_thread: bool) -> Outcome:
