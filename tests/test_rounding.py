@@ -647,6 +647,16 @@ def relative(x: Tensor, table: Tensor) -> Tensor:
     return torch.einsum("nchw,hkw->nchk", x, table[distances.long()] * 0.3) - x
 
 
+def moved(x: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table by numbers of unknown origin, which change in place after they are used, also through a view."""
+    places = torch.from_numpy(np.arange(4))
+    first = table[places] * 0.3
+    places.view(-1).add_(1)
+    second = table[places] * 0.3
+    places.add_(1)
+    return first + second * table[places]
+
+
 COMPUTED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "a product of weights": (lambda x, a, b: (a @ b)[:, :4], (random(4, 3), random(3, 4))),
     "a square": (lambda x, a: a * a, (random(4, 4),)),
@@ -663,6 +673,7 @@ COMPUTED: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "a root": (lambda x, a: x / (a.abs() ** 0.5 + 1e-8), (random(4, 4) + 3,)),
     "in place": (lambda x, a: a.clone().mul_(0.3).add_(torch.zeros(4, 4).to(a).add_(0.1)), (random(4, 4),)),
     "relative positions": (relative, (random(7, 4),)),
+    "places that are written to": (moved, (random(6, 4),)),
     "in float32": (lambda x, a: (a.float() * 0.3).to(x.dtype), (random(4, 4),)),
 }
 

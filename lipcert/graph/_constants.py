@@ -101,12 +101,17 @@ class Constants(TorchFunctionMode):
                 continue
             shape, dtype = tuple(result.shape), result.dtype
             if fresh:
-                made = Node(MADE, function, (result.clone(),), {}, node.path, shape, dtype=dtype)
+                made = Node(MADE, function, (self.copy(result),), {}, node.path, shape, dtype=dtype)
             elif several:
                 made = Node("part", operator.getitem, (node, index), {}, node.path, shape, dtype=dtype)
             else:
                 node.shape, node.dtype, made = shape, dtype, node
             self.made[id(result)] = result, write_count(result), made
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The numbers that a tensor has now; the network may write to it later."""
+        with self.pause():
+            return tensor.clone()
 
     def same(self, tensor: Tensor, other: Tensor) -> None:
         """Notes that a tensor holds the numbers of another, in a wider type."""
@@ -124,7 +129,9 @@ class Constants(TorchFunctionMode):
         """The operation that computed a tensor."""
         _, writes, node = self.made.get(id(tensor), (None, -1, None))
         if node is None or writes != write_count(tensor):
-            return Node(UNKNOWN, torch.clone, (tensor,), {}, self.path(), tuple(tensor.shape), dtype=tensor.dtype)
+            return Node(
+                UNKNOWN, torch.clone, (self.copy(tensor),), {}, self.path(), tuple(tensor.shape), dtype=tensor.dtype
+            )
         return node
 
 
