@@ -139,6 +139,14 @@ def _fold(r: random.Random) -> Drawn:
     return Function(lambda x: F.fold(x, (height, width), kernel, stride=stride)), shape
 
 
+def _interpolate(r: random.Random) -> Drawn:
+    mode = r.choice(("linear", "bilinear", "bilinear", "bicubic", "trilinear"))
+    dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
+    size, shape = ([r.choice((1, 2, 3, 5, 8, 13, 33 if dims < 3 else 9)) for _ in range(dims)] for _ in range(2))
+    corners = r.random() < 0.4
+    return Function(lambda x: F.interpolate(x, size, mode=mode, align_corners=corners)), (r.choice((1, 3, 16)), *shape)
+
+
 def _entrywise(operation: Callable[[Tensor], Tensor], r: random.Random) -> Drawn:
     return Function(operation), (r.choice((1, 3, 16)), r.choice((1, 7, 33)), r.choice((1, 9, 64)))
 
@@ -165,6 +173,7 @@ OPERATIONS: dict[str, Callable[[random.Random], Drawn]] = {
         for kind in ("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm")
     },
     "fold": _fold,
+    "interpolate": _interpolate,
     "avg_pool": partial(_pool, False),
     "adaptive_avg_pool": partial(_pool, True),
     **{name: partial(_reduced, name) for name in ("sum", "mean", "vector_norm")},
@@ -175,6 +184,10 @@ OPERATIONS: dict[str, Callable[[random.Random], Drawn]] = {
     },
     "gelu, tanh": lambda r: _entrywise(lambda x: F.gelu(x, approximate="tanh"), r),
     "leaky_relu": lambda r: _entrywise(lambda x: F.leaky_relu(x, 0.3), r),
+    "exp": lambda r: _entrywise(torch.exp, r),
+    "sqrt": lambda r: _entrywise(lambda x: x.abs().sqrt(), r),
+    "rsqrt": lambda r: _entrywise(lambda x: x.abs().rsqrt(), r),
+    "div": lambda r: _pair(lambda x, y: x / y.abs(), r),
     "pow": lambda r: _entrywise(lambda x: x**3, r),
     "scale": lambda r: _entrywise(lambda x: x * 0.3, r),
     "quotient": lambda r: _entrywise(lambda x: x / 0.7, r),
