@@ -15,7 +15,7 @@ from truth import holds_or_refused
 from lipcert.bounds import margins
 from lipcert.certifier.anchored import Behind
 from lipcert.certifier.anchored.behind import constant_up_to, cut_behind_kinks
-from lipcert.certifier.anchored.layer import Layer
+from lipcert.certifier.anchored.layer import Layer, LayerAt
 from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions
@@ -101,8 +101,13 @@ def behind_its_cut(net: Model, eps: float | None = None) -> Behind:
 
 def behind(net: Model, eps: float | None = None) -> tuple[Behind, Layer]:
     method = behind_its_cut(net, eps)
-    assert method.behind.layer is not None
-    return method, method.behind.layer
+    assert method.layer is not None
+    return method, method.layer
+
+
+def at(method: Behind, images: Tensor) -> LayerAt:
+    assert method.layer is not None
+    return method.layer.at(method.evaluated(images))
 
 
 def falls(layer: Layer, image: Tensor, g: Tensor, radius: float, starts: int = 6) -> float:
@@ -129,12 +134,12 @@ def falls(layer: Layer, image: Tensor, g: Tensor, radius: float, starts: int = 6
 
 def attacked(net: Model, image: Tensor, several: int = 3) -> list[float]:
     """Checks the bounds for random functionals and at several radii; returns what is attained of them."""
-    _, layer = behind(net)
+    method, layer = behind(net)
     shares = []
     for _ in range(several):
         g = torch.randn(1, layer.network.graph.output.entries, dtype=torch.float64)
         for margin in (0.1, 10.0):  # it decides κ, and any κ gives a bound
-            fall = layer.at(image).fall(g, g.norm(dim=1), torch.tensor([margin], dtype=torch.float64))
+            fall = at(method, image).fall(g, g.norm(dim=1), torch.tensor([margin], dtype=torch.float64))
             for radius in (1e-3, 0.1, 1.0, 10.0):
                 bound = fall(torch.tensor([radius], dtype=torch.float64)).item()
                 reached = falls(layer, image, g[0], radius)
@@ -161,7 +166,7 @@ def test_every_direction_in_a_plane() -> None:
     """b has two entries, so that the exact fall is the largest on a fine grid of the disc, and all weights count."""
     torch.manual_seed(0)
     net = model(NETWORKS["few"](), 2.0)
-    _, layer = behind(net)
+    method, layer = behind(net)
     network = layer.network
     angles = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
     disc = (
@@ -172,7 +177,7 @@ def test_every_direction_in_a_plane() -> None:
         values = network.values(image[None])
         centre, end = values[network.source][0], values[network.graph.output][0]
         g = torch.randn(1, end.numel(), dtype=torch.float64)
-        fall = layer.at(image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+        fall = at(method, image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
         for radius in (0.05, 0.5, 3.0):
             points = centre.flatten() + layer.scale * radius * disc.reshape(-1, 2)
             points = points.reshape(len(points), *centre.shape)
@@ -194,7 +199,7 @@ def test_it_holds_at_the_pixels(name: str) -> None:
     network, eps = layer.network, 0.3
     (end,) = (network.values(image[None])[network.graph.output],)
     g = torch.randn(1, end.numel(), dtype=torch.float64)
-    fall = layer.at(image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+    fall = at(method, image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
     bound = fall(torch.tensor([eps * method.constant], dtype=torch.float64)).item()
     for _ in range(400):
         step = torch.randn_like(image)
@@ -211,7 +216,7 @@ def test_radii_grow(name: str) -> None:
     images = torch.rand(4, *SIZE, dtype=torch.float64)
     predicted, gaps = margins(net(images))
     with_layer = method(images).radius(predicted, gaps)
-    method.behind.layer = None
+    method.layer = None
     without = method(images).radius(predicted, gaps)
     assert bool((with_layer >= without * (1 - 1e-3)).all())
     assert bool((with_layer > 1.005 * without).any())
@@ -220,20 +225,19 @@ def test_radii_grow(name: str) -> None:
 def test_bounds_do_not_depend_on_the_batch() -> None:
     torch.manual_seed(3)
     net = model(NETWORKS["residual"](), 1.5)
-    _, layer = behind(net)
+    method, layer = behind(net)
     images = torch.rand(3, *SIZE, dtype=torch.float64)
     g = torch.randn(3, layer.network.graph.output.entries, dtype=torch.float64)
     radius, one = torch.full((3,), 0.2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    together = layer.at(images).fall(g, g.norm(dim=1), one)
-    alone = [layer.at(images[i : i + 1]).fall(g[i : i + 1], g[i : i + 1].norm(dim=1), one[:1]) for i in range(3)]
+    together = at(method, images).fall(g, g.norm(dim=1), one)
+    alone = [at(method, images[i : i + 1]).fall(g[i : i + 1], g[i : i + 1].norm(dim=1), one[:1]) for i in range(3)]
     expected = torch.cat([fall(radius[:1]) for fall in alone])
     assert torch.allclose(together(radius), expected, rtol=1e-9)
     assert torch.equal(together.only(torch.tensor([2]))(radius[:1]), together(radius)[2:])
-    # What is known of images is looked up by place.
-    at = layer.at(images)
+    whole = at(method, images)
     for places in ([2], [0, 2], [1, 0]):
         some = torch.tensor(places)
-        fall = at.only(some).fall(g[some], g[some].norm(dim=1), one[some])
+        fall = whole.only(some).fall(g[some], g[some].norm(dim=1), one[some])
         assert torch.allclose(fall(radius[some]), expected[some], rtol=1e-9)
 
 
@@ -244,20 +248,20 @@ def test_for_a_verdict_only_margins_that_need_it_are_bounded() -> None:
     assert layer.radius < math.inf
     image = torch.rand(1, *SIZE, dtype=torch.float64)
     predicted, gaps = margins(net(image))
-    at = method.behind(image).linearization
+    linearized = method(image).anchor.linearization
     rival = gaps.argmin(1)
-    toward = RivalMargin(at, rival, predicted, gaps)
+    toward = RivalMargin(linearized, rival, predicted, gaps)
     assert toward.fall is not None
     for factor, known in ((1.5, True), (3.0, False)):
         margin = factor * toward.slope * layer.radius
-        fall = layer.at(image).fall(torch.randn(1, 64, dtype=torch.float64), toward.slope, margin)
+        fall = at(method, image).fall(torch.randn(1, 64, dtype=torch.float64), toward.slope, margin)
         assert bool(fall(margin.new_tensor([layer.radius])).isfinite()) == known
 
 
 @pytest.mark.parametrize("bend", [nn.Hardtanh, nn.ReLU6, nn.LeakyReLU])
 def test_layers_of_another_form_are_left_out(bend: Callable[[], nn.Module]) -> None:
     torch.manual_seed(5)
-    assert behind_its_cut(model(blocks(Block(), Block(bend)))).behind.layer is None
+    assert behind_its_cut(model(blocks(Block(), Block(bend)))).layer is None
 
 
 DIFFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -291,13 +295,13 @@ def test_nothing_is_bounded_where_the_image_does_not_count() -> None:
     nn.init.zeros_(net[0].weight)
     method = behind_its_cut(model(net))
     assert method.constant == 0
-    assert method.behind.layer is None
+    assert method.layer is None
     image = torch.rand(1, *SIZE, dtype=torch.float64)
     assert method(image).radius(*margins(net(image))).item() == math.inf
 
 
 @pytest.mark.parametrize("side", [1, -1])
-def test_slopes_and_operands_are_of_one_evaluation(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slopes_and_operands_are_of_one_evaluation(side: int) -> None:
     """An operand an ulp from its kink has the other sign in another evaluation; the exact fall is that on a circle."""
     bent = Bent(lambda x: x[:, :1] + bent.shift)
     bent.shift = nn.Parameter(torch.zeros(()))
@@ -307,16 +311,15 @@ def test_slopes_and_operands_are_of_one_evaluation(side: int, monkeypatch: pytes
         net.net[1].weight.fill_(1 / 16)
         net.net[1].bias.fill_(4.0)
         bent.shift.copy_(-net.net[:3]((image - 0.5) / 0.5)[0, 0] * (1 - side * 2.0**-52))
-    _, layer = behind(net)
+    method, layer = behind(net)
     network, z = layer.network, layer.operand
     values = network.values(image[None])
     assert 0 < side * values[z].item() < 1e-14
     # On the side on which the ReLU is not linearised, the margin falls by 1.5 for each unit of the first entry.
     g = torch.tensor([[-1.0, 1.5 if side > 0 else -0.5, 0.05]], dtype=torch.float64)
-    evaluate = network.values
-    monkeypatch.setattr(network, "values", lambda *args: (at := evaluate(*args)) | {z: -at[z]})
-    fall = layer.at(image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
-    monkeypatch.undo()
+    before = method.evaluated(image)
+    before.values[z] = -before.values[z]
+    fall = layer.at(before).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
     angles = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
     for radius in (0.1, 1.0):
         circle = layer.scale * radius * torch.stack((angles.cos(), angles.sin()), 1)

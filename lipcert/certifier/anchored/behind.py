@@ -34,17 +34,18 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, kept_whole, remainder_of
-from lipcert.certifier.anchored.layer import Layer
+from lipcert.certifier.anchored.layer import Layer, error_at
 from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
+from lipcert.certifier.anchored.walk import Linearization
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
 from lipcert.numerics import INFLATE, SAFETY, computed_l2_norm
-from lipcert.roundoff import REAL, Roundoff
+from lipcert.roundoff import REAL, Evaluated, Roundoff
 
 # The cut is not used if K‖∇_c m‖ is more than this many times ‖∇_x m‖ on random images: K is loose then.
 _LOOSE, _LOOKED_AT = 10.0, 4
@@ -57,6 +58,7 @@ class Behind:
         cut: the value c.
         constant: K, rounded up.
         rounding: bounds e.
+        layer: the last layer with kinks before the cut; None if :mod:`.layer` has no bound for it.
         behind: the certificate behind c, with half of the failure probability.
         whole: that of the whole network, with the other half; None where it is not available, or too costly.
 
@@ -90,7 +92,7 @@ class Behind:
         eps_at_cut = None if eps is None else eps * constant * (1 + 1e-3)
         half = {**options, "delta": budget.split(2).delta}
         self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
-        self.behind.layer = self._layer(model, graph, math.inf if eps_at_cut is None else eps_at_cut)
+        self.layer = self._layer(model, graph, math.inf if eps_at_cut is None else eps_at_cut)
         self.whole: Anchored | None = None
 
     def _layer(self, model: Model, graph: Graph, radius: float) -> Layer | None:
@@ -101,8 +103,7 @@ class Behind:
             return None
         try:
             scale = constant_up_to(graph, start, model) / self.constant * INFLATE
-            rounding = Roundoff(model, REAL, _up_to(graph, start))
-            return Layer(model, upto, start, scale, rounding, self.rounding, radius)
+            return Layer(model, upto, start, scale, radius)
         except UnsupportedOperation:
             return None
 
@@ -139,16 +140,32 @@ class Behind:
         """Linearises the layers behind the cut at images, shape (N, C, H, W)."""
         if ledger is None:
             ledger = self.behind.finder.ledger(len(images), self.budget)
-        return BehindAnchor(self, images, self.behind(images, progress, ledger.part("behind")), ledger, progress)
+        before = self.evaluated(images)
+        layer = None if self.layer is None else self.layer.at(before)
+        at = Linearization(
+            self.behind.finder, images, progress, ledger.part("behind"), layer=layer, start=before.values[self.cut]
+        )
+        return BehindAnchor(self, images, Anchor(self.behind, at), error_at(before, self.cut), ledger, progress)
+
+    def evaluated(self, images: Tensor) -> Evaluated:
+        """The operations up to the cut at images."""
+        return self.rounding.at(images, torch.zeros(len(images)))
 
 
 class BehindAnchor:
     """The layers behind the cut linearised at N images."""
 
     def __init__(
-        self, method: Behind, images: Tensor, anchor: Anchor, ledger: Ledger, progress: NormProgress | None = None
+        self,
+        method: Behind,
+        images: Tensor,
+        anchor: Anchor,
+        error: Tensor,
+        ledger: Ledger,
+        progress: NormProgress | None = None,
     ):
-        self.method, self.images, self.anchor, self.ledger, self.progress = method, images, anchor, ledger, progress
+        self.method, self.images, self.anchor, self.error = method, images, anchor, error
+        self.ledger, self.progress = ledger, progress
 
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
         """Certified radii, float64, shape (N,); arguments as for :meth:`lipcert.certifier.anchored.Anchor.radius`."""
@@ -157,7 +174,7 @@ class BehindAnchor:
         at_cut = self.anchor.radius(
             predicted, torch.minimum(margins, replayed.scatter(1, predicted[:, None], torch.inf)), limit
         )
-        best = _at_pixels(at_cut, method.rounding.values(self.images), method.constant)
+        best = _at_pixels(at_cut, self.error, method.constant)
         if method.whole is None:
             return best
         undecided = (best <= (torch.inf if method.eps is None else method.eps)).nonzero()[:, 0]

@@ -37,8 +37,8 @@ bound e on the rounding error of both.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,8 +51,8 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, examples, run, segment
 from lipcert.model import Model
 from lipcert.norms import dot_error
-from lipcert.numerics import INFLATE, SAFETY, at_most, l2_norm, over, sum_squares, unit_vectors
-from lipcert.roundoff import Errors, Roundoff
+from lipcert.numerics import INFLATE, OWN_ROUNDING, SAFETY, at_most, l2_norm, over, sum_squares, unit_vectors
+from lipcert.roundoff import Errors, Evaluated
 
 # κ ‖G‖² ρ² is half of this share of the margin, at the radius ρ at which ‖p‖ ρ is the margin.
 _CURVED = 0.8
@@ -65,8 +65,6 @@ _TERMS = ("scale", "offset", "slope", "ahead", "pulled", "apart", "noise", "cons
 _ADDED = 1e-13
 # Shorter gradients have no direction in float64.
 _NO_SLOPE = 1e-100
-# Nominal values by node, and bounds e_b and e on the rounding errors of b and c.
-Values: TypeAlias = tuple[Mapping[Node, Tensor], Tensor, Tensor]
 
 
 def constant_between(network: Network, node: Node) -> float:
@@ -138,12 +136,10 @@ class Layer:
         graph: Graph,
         start: Node,
         scale: float,
-        rounding: Roundoff,
-        at_end: Roundoff,
         radius: float,
     ):
         network = self.network = Network(model, at=start, graph=graph)
-        self.scale, self.rounding, self.at_end, self.radius = scale, rounding, at_end, radius
+        self.scale, self.radius = scale, radius
         links = network.chains.links
         unfit = [v for v in network.rules if v.op != "relu"] or list(network.rules)[1:]
         unfit += [node for node in links if not all(map(network.local.bounded, links[node]))]
@@ -155,25 +151,18 @@ class Layer:
         self.norm = _norm_of(network, self.operand)
         self.error = product_error(network, operations, start, self.operand)
 
-    def at(self, images: Tensor) -> LayerAt:
-        """The layer at images, shape (N, C, H, W)."""
-        model = self.network.model
-        return LayerAt(self, images.to(model.device, model.dtype), torch.arange(len(images)), {})
+    def at(self, before: Evaluated) -> LayerAt:
+        """The layer at N images, from the operations up to c."""
+        network = self.network
+        values = {node: before.values[node] for node in network.kept if node.single}
+        errors = [error_at(before, node) for node in (network.source, network.graph.output)]
+        return LayerAt(self, values, *errors)
 
-    @torch.no_grad()
-    def values(self, images: Tensor) -> Iterator[Values]:
-        """Nominal values at each of the images, shape (N, C, H, W), with e_b and e, as of a batch of one image."""
-        values = self.network.values(images[:, None])
-        error, at_end = (each.values(images).to(images) for each in (self.rounding, self.at_end))
-        for i in range(len(images)):
-            one = slice(i, i + 1)
-            yield {node: value[one] for node, value in values.items()}, error[one], at_end[one]
-
-    def terms(self, at: Values, g: Tensor, margin: Tensor) -> Tensor:
+    def terms(self, at: LayerAt, g: Tensor, margin: Tensor) -> Tensor:
         """The numbers ``_TERMS``, shape (N, terms); arguments as for :meth:`LayerAt.fall`."""
         network, relu, z = self.network, self.relu, self.operand
         start, end = network.source, network.graph.output
-        values, error, at_end = at
+        values, error, at_end = at.values, at.error, at.at_end
         nodes = list(network.chains.links)
         reached, added = disturbed(values, [start, *nodes], network.replay.between(start, [end]), [end, z])
         pulled = torch.autograd.grad(reached[end], list(added.values()), g.view_as(reached[end]), retain_graph=True)
@@ -221,33 +210,31 @@ class Layer:
         return torch.stack((*offset, slope, along, across, apart, noise_along, constant, lost), 1)
 
 
-class LayerAt:
-    """The layer at N images. What does not depend on the margin is computed once for each image that needs it."""
+def error_at(before: Evaluated, node: Node) -> Tensor:
+    """Bounds on the rounding error of a value, shape (N,)."""
+    return at_most(before.errors[node] * OWN_ROUNDING)
 
-    def __init__(self, layer: Layer, images: Tensor, places: Tensor, known: dict[int, Values]):
-        self.layer, self.images, self.places, self.known = layer, images, places, known
+
+class LayerAt(NamedTuple):
+    """The layer at N images: nominal values, and bounds e_b and e on the rounding errors of b and c."""
+
+    layer: Layer
+    values: Mapping[Node, Tensor]
+    error: Tensor
+    at_end: Tensor
 
     def only(self, index: Tensor) -> LayerAt:
         """The layer at the images with the given indices."""
-        return LayerAt(self.layer, self.images, self.places[index.to(self.places.device)], self.known)
+        values = {node: value[index] for node, value in self.values.items()}
+        return LayerAt(self.layer, values, self.error[index], self.at_end[index])
 
     def fall(self, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
         """Bounds on −⟨g, c(x′) − ĉ(x)⟩; ∞ for images whose margin is far above ‖g‖ times the radius that is wanted."""
         terms = g.new_full((len(g), len(_TERMS)), math.inf)
         some = ((margin > 0) & (margin < _NEAR * slope * self.layer.radius)).nonzero()[:, 0]
         for part in some.split(_TOGETHER) if len(some) else ():
-            terms[part] = self.layer.terms(self._values(part), g[part], margin[part])
+            terms[part] = self.layer.terms(self.only(part), g[part], margin[part])
         return Fall(terms)
-
-    def _values(self, part: Tensor) -> Values:
-        places = self.places[part.to(self.places.device)].tolist()
-        missing = [place for place in places if place not in self.known]
-        if missing:
-            self.known.update(zip(missing, self.layer.values(self.images[missing]), strict=True))
-        values, *errors = zip(*(self.known[place] for place in places), strict=True)
-        joined = {node: torch.cat([each[node] for each in values]) for node in values[0]}
-        error, at_end = map(torch.cat, errors)
-        return joined, error, at_end
 
 
 class Fall:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lipcert.certifier._search import search_each
-from lipcert.certifier.anchored.layer import Layer
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
@@ -45,7 +44,6 @@ class Anchored:
 
     Attributes:
         finder: computes the norms.
-        layer: the last layer before the perturbed value; None if nothing is known of it.
 
     Args:
         model: the model, in float64.
@@ -75,7 +73,6 @@ class Anchored:
         plan = NormPlan(network, anchored_pairs(network))
         self.eps = eps if plan.work >= FULL else None
         self.finder = NormFinder(network, plan, settings, spare=ROUNDS * weighable(network))
-        self.layer: Layer | None = None
 
     @property
     def network(self) -> Network:
@@ -98,9 +95,7 @@ class Anchored:
 
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
-        layer = None if self.layer is None else self.layer.at(images)
-        at = Linearization(self.finder, images, progress, ledger=ledger, layer=layer)
-        return Anchor(self, at)
+        return Anchor(self, Linearization(self.finder, images, progress, ledger))
 
 
 def weighable(network: Network) -> int:

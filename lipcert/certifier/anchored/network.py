@@ -300,8 +300,14 @@ class Network:
         """Whether b is an affine function of a while all other values are fixed."""
         return not any(node in self.rules for node in self.replay.between(a, [b]))
 
-    def values(self, images: Tensor) -> dict[Node, Tensor]:
-        """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads."""
+    def values(self, images: Tensor, start: Tensor | None = None) -> dict[Node, Tensor]:
+        """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads.
+
+        ``start`` is the value of a source through which everything later depends on the image.
+        """
+        if start is not None:
+            asked = [node for node in self.kept if node.single]
+            return dict(zip(asked, self.replay(self.source, start, asked, {}), strict=True))
         values = evaluate(self.graph, images, self.kept)
         if self.graph.input not in self.kept:
             del values[self.graph.input]

@@ -189,13 +189,15 @@ class Linearization:
         progress: NormProgress | None = None,
         ledger: Ledger | None = None,
         layer: LayerAt | None = None,
+        start: Tensor | None = None,
     ):
+        """``start`` is the value of the source, where it is known; shape (N, *source.shape)."""
         self.finder = finder
         ledger = finder.ledger(len(images)) if ledger is None else ledger
         model = self.network.model
         self.images = images.to(model.device, model.dtype)[:, None]
         with torch.no_grad():
-            self.values = self.network.values(self.images)
+            self.values = self.network.values(self.images, start)
         self.norms = finder(self.values, ledger, progress)
         self.remainders: dict[Node, Remainder] = self.network.remainders(self.values)
         self.logits = self.values[self.network.graph.output].reshape(len(images), -1)
