@@ -69,6 +69,7 @@ class Behind:
         constant: K.
         budget: the failure probability of both for each image.
         eps: for a verdict at this ε, the whole network is linearised only for images without one.
+        whole: the network as :func:`modules_whole` captures it, where that is known.
         options: see :class:`~lipcert.certifier.anchored.NormOptions`.
 
     Raises:
@@ -84,6 +85,7 @@ class Behind:
         *,
         budget: Budget,
         eps: float | None = None,
+        whole: Graph | None = None,
         **options: Any,
     ):
         self.cut, self.constant, self.eps = cut, constant, eps
@@ -92,17 +94,16 @@ class Behind:
         eps_at_cut = None if eps is None else eps * constant * (1 + 1e-3)
         half = {**options, "delta": budget.split(2).delta}
         self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
-        self.layer = self._layer(model, graph, math.inf if eps_at_cut is None else eps_at_cut)
+        self.layer = self._layer(model, graph, whole, math.inf if eps_at_cut is None else eps_at_cut)
         self.whole: Anchored | None = None
 
-    def _layer(self, model: Model, graph: Graph, radius: float) -> Layer | None:
-        """The last layer with kinks before the cut; None if :mod:`.layer` has no bound for it."""
+    def _layer(self, model: Model, graph: Graph, whole: Graph | None, radius: float) -> Layer | None:
         upto = _up_to(graph, self.cut)
         start = cut_behind_kinks(upto)
         if start is None or not self.constant:  # the images do not change c
             return None
         try:
-            scale = constant_up_to(graph, start, model) / self.constant * INFLATE
+            scale = constant_up_to(graph, start, model, whole) / self.constant * INFLATE
             return Layer(model, upto, start, scale, radius)
         except UnsupportedOperation:
             return None
@@ -212,9 +213,10 @@ def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **o
     behind: Behind | None = None
     if cut is not None:
         with suppress(UnsupportedOperation):
-            constant = constant_up_to(plain, cut, model)
+            kept = modules_whole(model)
+            constant = constant_up_to(plain, cut, model, kept)
             if constant <= _LOOSE * slope_up_to(plain, cut, model):
-                behind = Behind(model, plain, cut, constant, budget=budget, eps=eps, **options)
+                behind = Behind(model, plain, cut, constant, budget=budget, eps=eps, whole=kept, **options)
     if behind is None:
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
@@ -224,13 +226,18 @@ def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **o
     return behind
 
 
-def constant_up_to(graph: Graph, cut: Node, model: Model) -> float:
+def modules_whole(model: Model) -> Graph:
+    """The captured network in which modules with a rule of their own, such as L2 attention, are whole."""
+    return capture(model, an_image(model), kept_whole)
+
+
+def constant_up_to(graph: Graph, cut: Node, model: Model, whole: Graph | None = None) -> float:
     """K of x ↦ ``cut`` on the image box, rounded up.
 
-    It is read from the operations that compute the cut, and from a network in which modules with a rule of their own,
-    such as L2 attention, are whole. The smaller counts.
+    It is read from the operations that compute the cut, and from the network of :func:`modules_whole`. The smaller
+    counts.
     """
-    whole = capture(model, an_image(model), kept_whole)
+    whole = modules_whole(model) if whole is None else whole
     node = _module_of(cut, graph, whole, model)
     plain = _up_to(graph, cut)
     if node is None:

@@ -35,7 +35,7 @@ _UNMOVED = frozenset(("identity", "dropout", "reshape"))
 # they differ by at some of this many points at this distance in every entry, and by more than saturated networks do,
 # whose small slopes are lost in sums with 1.
 _ACCURACY, _NOISE, _POINTS, _NEARBY, _SATURATED = 1e-5, 100.0, 16, 1e-10, 1e-12
-# The outputs of networks whose derivatives have been compared.
+# The operations of networks whose derivatives have been compared.
 _CHECKED: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
@@ -128,7 +128,7 @@ class Network:
         self.local = OperationRounding(self.chains)
         if not deployed and self.graph.output not in _CHECKED:
             self._check_derivatives(example)
-            _CHECKED.add(self.graph.output)
+            _CHECKED.update(self.graph.nodes)
 
     def _check_derivatives(self, example: Tensor) -> None:
         """Compares derivatives of replays, which run under vmap, with those of the same operations without vmap.
