@@ -20,14 +20,23 @@ from lipcert.denoisers import check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.checkpoints import checkpoints
-from lipcert.inputs.classes import other_order
 from lipcert.inputs.data import Images, open_images
 from lipcert.inputs.loading import resolve
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
 from lipcert.report import facts
-from lipcert.results import Run, certifier_for, free_file, interval, shard_path, sigma_choice_of, summary, summary_path
+from lipcert.results import (
+    Run,
+    certifier_for,
+    free_file,
+    interval,
+    other_order,
+    shard_path,
+    sigma_choice_of,
+    summary,
+    summary_path,
+)
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
@@ -440,7 +449,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
     """Prints one line per model, with the largest certified fraction first."""
     attacked = any(outcome.run.attacked for outcome in outcomes)
     settings = plan.settings[0]
-    clean, targets = "top class correct" if settings.noise else "clean", settings.every_eps
+    clean, targets = "under noise" if settings.noise else "clean", settings.every_eps
     columns = ["model", "images", clean, *(["attacked"] if attacked else [])]
     columns += [column for _, typed in targets for column in (f"certified at {typed}", "95 % CI")]
     columns += ["median radius", "Lipschitz bound", "seconds"]

@@ -261,10 +261,10 @@ def test_what_cannot_be_rebuilt_is_not_saved(tmp_path):
     cannot_save(module, path, "timm did not make")
     changed = tiny()
     changed.net.blocks[0].mlp.act = nn.ReLU()
-    cannot_save(changed, path, "no longer vit_tiny_patch16_224")
+    cannot_save(changed, path, "the network is not vit_tiny_patch16_224 with its recorded surgery")
     grown = tiny()
     grown.net.head = nn.Linear(48, 11)
-    cannot_save(grown, path, "no longer vit_tiny_patch16_224")
+    cannot_save(grown, path, "the network is not vit_tiny_patch16_224 with its recorded surgery")
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path):

@@ -100,7 +100,7 @@ def test_one_image_is_a_data_set(tmp_path):
     assert (batch.labels, batch.files) == (None, ("x.png",))
     (tmp_path / "x.png").write_bytes(b"damaged")
     with pytest.raises(InputError, match=r"x\.png"):
-        open_images(tmp_path / "x.png", model())
+        next(open_images(tmp_path / "x.png", model()).batches(1))
 
 
 def test_unwanted_images_are_not_read(tmp_path):

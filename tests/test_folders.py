@@ -19,9 +19,10 @@ from torch import nn
 
 import lipcert
 from lipcert.errors import InputError
-from lipcert.inputs.classes import natural, other_order
+from lipcert.inputs.classes import natural
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import load
+from lipcert.results import other_order
 from lipcert.training import Batches
 
 

@@ -415,7 +415,7 @@ def test_reports_keep_both_kinds_apart(tmp_path: Path) -> None:
     code, out, said = certified(tmp_path, *asked)
     assert code == 0
     assert "next: lipcert report s.sigma-0.12.jsonl s.sigma-0.25.jsonl --html s.html" in said
-    assert "\ttop class correct\t" in out
+    assert "\tunder noise\t" in out
     assert "clean" not in out
     command("certify", "--eps", "36/255", "--method", "gloro", "--limit", "8", "--out", "g.jsonl", cwd=tmp_path)
     arguments = (

@@ -88,8 +88,8 @@ def save(
         "timm": timm.__version__,
         "source": model.source,
         "data_config": model.data_config,
-        "mean": _numbers(model.mean),
-        "std": _numbers(model.std),
+        "mean": model.mean.flatten().tolist(),
+        "std": model.std.flatten().tolist(),
         "input_size": list(model.input_size),
         "recipe": model.recipe,
         "facts": dict(facts or {}),
@@ -337,26 +337,17 @@ def check_rebuilds(model: Model) -> None:
                 f"{path or 'the network'} is a {type(part).__name__}, timm builds a {type(kinds[path]).__name__}, and "
                 f"no file rebuilds it; build {model.source['name']} anew, load_state_dict(..., strict=False), save it"
             )
-    if model.presumed and _structure(net) != _structure(model.net):
-        raise InputError(
-            f"the module is not what timm builds for {model.source['name']} with the arguments that it shows, so a "
-            "file cannot rebuild it; give those it was made with: lipcert.save(..., arguments={...})"
-        )
-    if _structure(net) != _structure(model.net):
-        raise InputError(
-            f"the network is no longer {model.source['name']} with its recorded surgery, so a file cannot rebuild it; "
-            "change it with lipcert's functions only and save what they return, or save its state_dict() yourself"
-        )
-    if _agrees(net, model) and not _altered(model):
+    if _structure(net) == _structure(model.net) and _agrees(net, model) and not _altered(model):
         return
     if model.presumed:
         raise InputError(
-            f"timm builds another network for {model.source['name']} than this module is, so a file cannot rebuild it; "
-            "give the arguments it was made with: lipcert.save(..., arguments={...}), or load it by name"
+            f"timm builds another network for {model.source['name']} than this module is, with the arguments that it "
+            "shows, so a file cannot rebuild it; give those it was made with: lipcert.save(..., arguments={...})"
         )
     raise InputError(
-        f"the network computes something else than {model.source['name']} with its recorded surgery, as after a change "
-        "of its attributes, hooks or methods, so a file cannot rebuild it; undo that, or save its state_dict() yourself"
+        f"the network is not {model.source['name']} with its recorded surgery, or computes something else, as after a "
+        "change of its attributes, hooks or methods, so a file cannot rebuild it; undo that, or save its state_dict() "
+        "yourself"
     )
 
 
@@ -404,10 +395,6 @@ def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None
 def _structure(net: nn.Module) -> list[object]:
     modules: list[object] = [(name, type(module)) for name, module in net.named_modules()]
     return modules + [(name, value.shape) for name, value in net.state_dict().items()]
-
-
-def _numbers(channels: Tensor) -> list[float]:
-    return [float(value) for value in channels.flatten().tolist()]
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,26 +27,62 @@ def batches(loader: Loader, model: Model, classes: int | None = None) -> Iterato
     Raises:
         InputError: a batch is something else, or its images or labels are not valid.
     """
-    pair = isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(x, Tensor) for x in loader)
-    if isinstance(loader, Tensor) or pair and loader[1].dim() < 2:  # type: ignore[index]
-        images, labels = _pair(loader, classes)
+    arrays = (Tensor, np.ndarray)
+    pair = isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(x, arrays) for x in loader)
+    if isinstance(loader, arrays) or pair and loader[1].ndim < 2:  # type: ignore[index]
+        images, labels = pair_of(loader)
         starts = range(0, len(images), _BATCH)
         loader = [[x[start : start + _BATCH] for x in (images, labels) if x is not None] for start in starts]
     elif not isinstance(loader, Iterable):
         raise InputError(f"images come as a tensor, a list of batches or a DataLoader, got a {type(loader).__name__}")
     for batch in loader:
-        images, labels = _pair(batch, classes)
+        images, labels = pair_of(batch)
         model.check_images(images)
-        yield images, None if labels is None else labels.cpu().long()
+        yield images, None if labels is None else check_labels(labels, len(images), classes).cpu()
 
 
-def _pair(batch: Any, classes: int | None) -> tuple[Tensor, Tensor | None]:
-    """A batch without labels, or with them."""
-    pair = (batch, None) if isinstance(batch, Tensor) else batch
-    if not isinstance(pair, (tuple, list)) or not 1 <= len(pair) <= 2 or not isinstance(pair[0], Tensor):
-        raise InputError(f"a batch is an image tensor, or a pair of images and labels, got a {type(batch).__name__}")
-    labels = pair[1] if len(pair) == 2 else None
-    return pair[0], None if labels is None else check_labels(labels, len(pair[0]), classes)
+def pair_of(batch: Any) -> tuple[Tensor, Tensor | None]:
+    """The images of a batch that comes from Python, and its labels, int64, or None.
+
+    Raises:
+        InputError: it is neither images nor a pair of images and labels; the message says what to do.
+    """
+    images, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+    images = images[0] if isinstance(images, (tuple, list)) and len(images) == 1 else images
+    images = _native(images) if isinstance(images, np.ndarray) else images
+    if not isinstance(images, Tensor):
+        kind, hint = _kind(images)
+        raise InputError(f"images are {kind}; give tensors (N, C, H, W), or pairs of them and labels{hint}")
+    images = images.clone() if images.is_inference() else images
+    if labels is None:
+        return images, None
+    try:
+        classes = torch.as_tensor(_native(labels) if isinstance(labels, np.ndarray) else labels)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"labels must be whole numbers, got a {type(labels).__name__}") from error
+    if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
+        raise InputError(f"labels must be whole numbers, got {classes.dtype}")
+    return images, classes.long().clone().reshape(classes.shape or (1,))
+
+
+def _native(array: np.ndarray) -> Tensor:
+    """The array as a tensor: torch takes neither negative strides nor another byte order."""
+    try:
+        return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+    except TypeError as error:
+        raise InputError(f"an array is of {array.dtype}, which is no type of numbers of torch") from error
+
+
+def _kind(images: Any) -> tuple[str, str]:
+    """What something is that are no images, and what to do if it can be converted."""
+    if hasattr(images, "getexif"):
+        return "a PIL image", "; convert it by torchvision.transforms.functional.to_tensor"
+    if isinstance(images, (str, os.PathLike)):
+        return "a path", "; open it by lipcert.inputs.data.open_images(path, model).batches(32)"
+    if isinstance(images, Mapping) and len(images) > 1:
+        first, second = list(images)[:2]
+        return "a dict", f"; give pairs of its entries: [(b[{first!r}], b[{second!r}]) for b in loader]"
+    return f"of type {type(images).__name__}", ""
 
 
 @dataclass

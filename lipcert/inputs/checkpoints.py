@@ -18,23 +18,9 @@ TABLE = ASSETS / "certified.json"
 class Checkpoint:
     """A checkpoint and what is certified of it.
 
-    Attributes:
-        name: as ``lipcert.load`` takes it.
-        file: its file among the package's assets.
-        architecture: the name that timm builds it by.
-        parameters: number of parameters.
-        data: what the images are.
-        images: how many of them were certified.
-        eps: ε in ℓ2 on pixels in [0, 1], as it was typed.
-        clean: share of them that are classified right.
-        certified: share of them that are classified right with a certified radius above ε.
-        attacked: share of ``attacked_images`` images that are still right after PGD at ε; None where none was.
-        attacked_images: how many images were attacked.
-        method: the certificate.
-        rigor: what it promises, see :class:`lipcert.Rigor`.
-        seconds: to certify one image on one core, without the start of the process.
-        trained: how it was made, a command a line.
-        command: what prints the certified share.
+    ``clean`` and ``certified`` are shares of ``images``, ``attacked`` is the share of ``attacked_images`` that are
+    still classified correctly after PGD at ε, ``seconds`` are those to certify one image on one core, ``trained`` are
+    the commands that made it, and ``command`` prints the certified share.
     """
 
     name: str

@@ -31,7 +31,7 @@ from torchvision.transforms import Compose, Normalize
 from lipcert.errors import InputError, first_line, shortened
 from lipcert.inputs.classes import LabelList, number_by_name, printable
 from lipcert.inputs.files import is_named_data, place_of
-from lipcert.inputs.folders import SUFFIXES, ImageFiles, Purpose, in_folder, in_tar
+from lipcert.inputs.folders import SUFFIXES, Files, ImageFiles, Purpose, in_folder, in_tar
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.named_data import open_named
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
@@ -360,9 +360,7 @@ class _ReadImages(Images):
             self.numbers = {number: numbers[str(name)] for name, number in names.items()}
         elif names:
             self._compare_classes(f"{spec} has", len({*names.values()}), classes)
-        if isinstance(source, _OneImage):
-            self.labelled = False
-        elif isinstance(label, float):
+        if isinstance(label, float):
             raise InputError(f"{spec} has the label {label}, which is no class; give data with class numbers")
         elif not _is_label(label):
             self.labelled = False
@@ -435,24 +433,6 @@ def _opened(file: Any) -> Image.Image:
     return Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
-class _OneImage:
-    """A single file, read as timm reads those of a folder, without a label."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.reader = self
-        self.samples = [path]
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.path.open("rb"), -1
-
-    def filename(self, index: int) -> str:
-        return self.path.name
-
-
 def _open_path(
     spec: str,
     purpose: Purpose,
@@ -463,7 +443,8 @@ def _open_path(
 ) -> Any:
     path, spec, split = place_of(spec)
     if path.is_file() and path.suffix.lower() in SUFFIXES:
-        return _OneImage(path)
+        one = Files(spec, lambda name: path.open("rb"), [path.name])
+        return ImageFiles(one, purpose, split, count, known, classes, labels)
     if not path.is_dir() and path.suffix.lower() != ".tar":
         raise InputError(f"{spec} is neither an image nor a folder or a .tar of images; archives are unpacked first")
     try:

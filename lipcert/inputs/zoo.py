@@ -24,9 +24,7 @@ class Architecture:
     """One architecture of timm.
 
     Attributes:
-        name: the name for ``lipcert.load``.
         family: the timm file that registers it.
-        parameters: number of parameters.
         reason: the operations that make the global bound infinite, and their places; "" if it is finite.
         linearised_reason: the operations without a remainder rule, which LoFAST and the anchored method need; "" if
             there are none.

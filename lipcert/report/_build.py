@@ -21,8 +21,7 @@ Eps = Sequence[tuple[float, str]]
 OVERVIEW = (
     "radius: median over correctly classified images; none for runs that stop at the verdict for ε. δ: probability "
     "that a radius is too large, over random draws of lipcert; 0 is deterministic. Certificates valid for smoothed(σ) "
-    "are not about the network itself; correct counts their images whose top class under noise is correct, "
-    "also where the classifier abstains."
+    "are not about the network itself; their accuracy is that of the class predicted most often under noise."
 )
 _EXTREMES = 5
 _MODULES = 12
@@ -232,7 +231,7 @@ def sentence(run: Run, eps: Eps) -> str:
     within = "" if run.inside else " within [0, 1]"
     text += f"no ℓ2 perturbation of {run.perturbed}{within} up to ε changes the class that {by} predicts ({run.rigor})."
     if run.labelled:
-        what = "have the correct top class" if run.smoothed else "are classified correctly"
+        what = "are classified correctly by the majority under noise" if run.smoothed else "are classified correctly"
         text += f" Without perturbation, {run.correct} ({100 * run.correct / count:.1f} %) {what}."
     if run.attacked:
         surviving = run.surviving_at(value)

@@ -15,7 +15,7 @@ from lipcert.errors import InputError
 from lipcert.report._artifact import artifact_of, by_model, command_of, shipped, title
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
-from lipcert.report._words import promises
+from lipcert.report._words import promises, right
 from lipcert.results import Run
 from lipcert.settings import CertifySettings
 
@@ -145,7 +145,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
     if run.labelled:
         add(
             "accuracy",
-            "Correct top class under noise" if run.smoothed else "Clean accuracy",
+            right(run).capitalize(),
             run.correct,
         )
     of = ", of the smoothed classifier" if run.smoothed else ""

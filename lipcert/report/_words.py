@@ -63,7 +63,7 @@ def promises(runs: Sequence[Run]) -> list[str]:
 
 def right(run: Run) -> str:
     """The name of the accuracy of a run."""
-    return "correct top class under noise" if run.smoothed else "clean accuracy"
+    return "accuracy under noise" if run.smoothed else "clean accuracy"
 
 
 def about(run: Run) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import html
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.errors import InputError
+from lipcert.inputs.batches import pair_of
 from lipcert.inputs.data import Batch, Images
 from lipcert.model import Model, checked, outside_inference_mode
 from lipcert.numerics import Certificates
@@ -208,54 +208,20 @@ def certify(
     return kind(**columns, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)
 
 
-def _kind(images: Any) -> tuple[str, str]:
-    """What ``images`` are, and what to do if they are of a kind that can be converted."""
-    if hasattr(images, "getexif"):
-        return "a PIL image", "; convert it by torchvision.transforms.functional.to_tensor"
-    if isinstance(images, (str, os.PathLike)):
-        return "a path", "; open it by lipcert.inputs.data.open_images(path, model).batches(32)"
-    return f"of type {type(images).__name__}", ""
-
-
 def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yields images as tensors, with their classes or None."""
-    if isinstance(images, (Tensor, np.ndarray)):
-        yield _tensor(images), None if labels is None else _classes(labels)
-        return
     if isinstance(images, (str, bytes, Mapping)) or not isinstance(images, Iterable):
-        kind, hint = _kind(images)
-        raise InputError(f"images are {kind}, not a tensor or array of shape (N, C, H, W) or a DataLoader{hint}")
+        pair_of(images)  # says what to give
+    if isinstance(images, (Tensor, np.ndarray)):
+        yield pair_of((images, labels))
+        return
     if labels is not None:
         raise InputError("labels come with the batches of a loader, as pairs (images, labels); leave labels out")
     for batch in images:
-        some, classes = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
-        if not isinstance(some, (Tensor, np.ndarray)):
-            kind, hint = _kind(some if hasattr(some, "getexif") else batch)
-            raise InputError(f"a batch is {kind}; batches are tensors (N, C, H, W), or pairs of them and labels{hint}")
-        pixels = _tensor(some)
-        yield pixels[None] if pixels.dim() == 3 else pixels, None if classes is None else _classes(classes)
+        pixels, classes = pair_of(batch)
+        yield pixels[None] if pixels.dim() == 3 else pixels, classes
 
 
 def _down(radius: float) -> str:
     """A radius with four digits, rounded down."""
     return f"{Context(prec=4, rounding=ROUND_FLOOR).create_decimal(Decimal(radius)):g}"
-
-
-def _tensor(images: Tensor | np.ndarray) -> Tensor:
-    if isinstance(images, np.ndarray):  # torch takes neither negative strides nor another byte order
-        try:
-            images = torch.from_numpy(np.array(images, dtype=images.dtype.newbyteorder("="), order="C"))
-        except TypeError as error:
-            raise InputError(f"images are an array of {images.dtype}, which is no type of numbers of torch") from error
-    return images.clone() if images.is_inference() else images
-
-
-def _classes(labels: Any) -> Tensor:
-    """Labels as an int64 tensor."""
-    try:
-        classes = torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"labels must be whole numbers, got a {type(labels).__name__}") from error
-    if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
-        raise InputError(f"labels must be whole numbers, got {classes.dtype}")
-    return classes.long().reshape(-1) if classes.dim() == 0 else classes.long().clone()

@@ -203,11 +203,11 @@ def _standing(
 
     An image that was removed since leaves its number free, see :meth:`Images.leave_out`. Without this, the images after
     it would have other numbers, and with them other noise and another place in the shuffle of ``--limit``."""
-    images.leave_out(_removed(rows, data, images)) if images.total is not None else None
+    images.leave_out(_removed(rows, data, images))
     looked_at = rows[:_FEW] if few else rows
     gone = {*check_images(looked_at, images, path)}
     if 2 * len(gone) > len(looked_at):
-        images.leave_out(()) if images.total is not None else None
+        images.leave_out(())
         raise InputError(
             f"{path} holds rows about other images than the data has now ({len(gone)}); give another --out"
         )
@@ -227,10 +227,8 @@ def _removed(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images:
     The names of the files with a row say how far each has moved. An image without a row may have had any number between
     those of its neighbours, since nothing depends on it yet.
     """
-    stated = data.get("images")
-    before = stated if type(stated) is int else 0
-    total = images.total or 0
-    count = before - total
+    before, total = data.get("images"), images.total
+    count = before - total if type(before) is int else 0
     if not 0 < count < before or images.file(0) is None:
         return []
     places = {images.file(place): place for place in range(total)}
