@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 import timm
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import lipcert
 from lipcert.bounds import Bound, LayerBound
 from lipcert.errors import InputError
+from lipcert.inputs.batches import pair_of
 from lipcert.inputs.data import open_images
 from lipcert.results import Result, SmoothedResult, read_run
 from lipcert.settings import CertifyOptions, CertifySettings
@@ -47,14 +50,14 @@ def expected(model, images):
 def test_images_and_labels_in_every_form(model, images, expected) -> None:
     labels = torch.arange(5)
     pairs = TensorDataset(images, labels)
-    for given in [
+    for these in [
         (images.numpy(), [0, 1, 2, 3, 4]),
         (images.double(), labels.numpy()),
         (DataLoader(pairs, batch_size=2),),
         ([(images[:3], [0, 1, 2]), (images[3:], np.array([3, 4]))],),
         (list(images), None),
     ]:
-        found = lipcert.certify(model, *given, **GLORO)
+        found = lipcert.certify(model, *these, **GLORO)
         torch.testing.assert_close(found.radius, expected.radius, rtol=1e-9, atol=0)  # batches differ in rounding
         assert found.labels is None or torch.equal(found.labels, labels)
     assert found.labels is None
@@ -334,3 +337,24 @@ def test_threads_at_once_give_the_same_radii_and_leave_torch_as_it_was():
         found = [*pool.map(lambda _: lipcert.certify(model, images, eps=1e-3, method="gloro").radius, range(8))]
     assert state() == before
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+ORDERS = st.permutations(range(4))
+FLIPPED = st.tuples(*[st.sampled_from([1, -1])] * 4)
+
+
+@given(
+    order=ORDERS,
+    flips=FLIPPED,
+    kind=st.sampled_from(["<f4", ">f4", "<f8", ">f8", "<f2", ">f2"]),
+    seed=st.integers(0, 9),
+)
+def test_an_array_is_its_numbers(order, flips, kind, seed) -> None:
+    """Whatever its strides, their signs and its order of bytes; labels likewise, in a pair as alone."""
+    stored = np.random.default_rng(0).random((2, 3, 2, 4)).astype(kind)
+    array = stored.transpose(order)[tuple(slice(None, None, step) for step in flips)]
+    labels = np.arange(len(array)).astype(f"{kind[0]}i4")[:: flips[0]]
+    images, classes = pair_of((array, labels))
+    assert images.tolist() == array.tolist() == pair_of(array)[0].tolist()
+    assert classes.tolist() == labels.tolist()
+    assert classes.dtype is torch.int64

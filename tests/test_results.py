@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import lipcert
 from lipcert.certifier import Certificates
 from lipcert.errors import InputError
-from lipcert.inputs.data import Batch, image_hash
+from lipcert.inputs.data import Batch, Images, image_hash
 from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, share, wilson
 
 RUN = {
@@ -194,6 +195,50 @@ def test_rows_of_another_run_are_left_alone(tmp_path, key):
         ResultFile(path, {**RUN, key: {"labelled": False} if key == "data" else "other"})
     assert path.read_bytes() == before
     ResultFile(path, {**RUN, "eps_typed": "10/100"}).__exit__(None)
+
+
+class Named(Images):
+    """Images of one pixel, which follows from their names."""
+
+    def __init__(self, names, limit):
+        super().__init__("x", total=len(names), limit=limit)
+        self.names = names
+
+    def file(self, index):
+        return self.names[self._place(index)]
+
+    def _read(self, index):
+        return torch.full((1, 1, 1), ord(self.file(index)) / 255), 1
+
+
+@settings(deadline=None, max_examples=50)
+@given(count=st.integers(4, 12), limits=st.tuples(st.integers(2, 12), st.integers(2, 12)), data=st.data())
+def test_rows_stand_whatever_images_are_removed(tmp_path_factory, count, limits, data):
+    """Each row that is kept is about the image with its number, and no number is given twice."""
+    path, names = tmp_path_factory.mktemp("r") / "r.jsonl", [chr(97 + i) for i in range(count)]
+    first, removed = Named(names, limits[0]), data.draw(st.sets(st.sampled_from(names), max_size=count - 1))
+    description = {**RUN, "data": {**RUN["data"], "images": count}}
+
+    def complete(images):
+        with ResultFile(path, {**description, "limit": images.limit}, images) as file:
+            for batch in images.batches(1, only={*images.order} - file.done):
+                file.append(row(batch.indices[0], file=batch.files[0], image=batch.hashes[0]))
+        return {one["file"]: one for one in map(json.loads, path.read_text().splitlines())}
+
+    before = complete(first)
+    second = Named([name for name in names if name not in removed], limits[1])
+    if 2 * len(before.keys() & removed) > len(before):
+        with pytest.raises(InputError, match="other images"):
+            complete(second)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        after = complete(second)
+    assert {name: one for name, one in before.items() if name not in removed}.items() <= after.items()
+    assert len({one["index"] for one in after.values()}) == len(after)
+    for one in after.values():
+        (batch,) = second.singly({one["index"]})
+        assert (batch.files[0], batch.hashes[0]) == (one["file"], one["image"])
 
 
 def test_a_file_has_one_writer_and_a_summary_of_its_own(tmp_path):

@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lipcert.cli  # noqa: F401  registers the handler
 
 CERTIFY = [
     sys.executable,
@@ -45,3 +49,12 @@ def test_outputs_without_greek(tmp_path, encoding):
     assert result.returncode == 0, result.stderr
     assert "95 % CI" in result.stdout.decode(encoding)
     assert "r\\xe4" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+@given(st.text(st.characters(exclude_categories=())), st.sampled_from(["ascii", "cp1252", "cp437", "koi8-r", "utf-8"]))
+def test_every_text_can_be_printed(text, encoding):
+    """In every encoding; characters that it has stay."""
+    printed = text.encode(encoding, "lipcert.plain").decode(encoding)
+    kept = "".join(c for c in text if c.encode(encoding, "ignore"))
+    rest = iter(printed)
+    assert all(c in rest for c in kept)
