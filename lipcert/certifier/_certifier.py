@@ -31,13 +31,14 @@ from lipcert.errors import (
 from lipcert.graph import (
     ONE_LOGIT,
     Graph,
-    across_types,
+    capture,
     close,
     confirm,
     examine,
     logits,
-    only_in,
     outputs_of,
+    same_operations,
+    unchecked,
     without_fused_kernels,
 )
 from lipcert.inputs.artifact import seed_of
@@ -431,19 +432,19 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape == other.shape and bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
+@torch.no_grad()
 def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None) -> None:
     """Refuses a network that behaves differently in float64, where bounds are computed, and in its own type."""
     dtype = model.dtype if rounding is None else rounding.format.dtype  # the type of the copy's weights
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
-    precise, *_ = examine(copied, image.double(), copied.real)
-    looks = examine(model if dtype == model.dtype else copy.deepcopy(model).to(dtype), image.to(dtype))
-    across_types(looks[0], precise)
+    twin = model if dtype == model.dtype else copy.deepcopy(model).to(dtype)
+    images, results = map(torch.cat, examine(twin, image.to(dtype)))
+    own, graph = unchecked(twin, image.to(dtype), lambda part: False), capture(copied, image.double())
+    same_operations(own, graph, "in another floating-point type")
     if rounding is None:
         return
-    only_in({node.dtype for node in rounding.graph.nodes if node.dtype is not None}, looks[0])
-    images = torch.cat([look.image for look in looks]).double()
+    images, deployed = images.double(), results.double()
     predicted, all_margins = margins(copied(images))
-    deployed = torch.cat([look.result for look in looks]).double()
     lost = (all_margins - (deployed.gather(1, predicted[:, None]) - deployed)).scatter(1, predicted[:, None], 0.0)
     if bool((lost > rounding.margins(images, predicted, torch.zeros(len(images))).to(lost)).any()):
         raise InputError(

@@ -8,7 +8,6 @@ no bounds.
 from lipcert.graph._capture import capture, outline, unchecked
 from lipcert.graph._constants import MADE, UNKNOWN
 from lipcert.graph._graph import PIECES, REARRANGING, Emit, Graph, Node, canonical, rewritten, run
-from lipcert.graph._looks import across_types, close, only_in
 from lipcert.graph._passes import passed, passes
 from lipcert.graph._signatures import SIGNATURES, SYNONYMS
 from lipcert.graph._stages import (
@@ -22,4 +21,12 @@ from lipcert.graph._stages import (
     segment,
 )
 from lipcert.graph._trace import ONE_LOGIT, identity_of_code, outputs_of
-from lipcert.graph._witness import confirm, examine, examples, first_run, without_fused_kernels
+from lipcert.graph._witness import (
+    close,
+    confirm,
+    examine,
+    examples,
+    first_run,
+    same_operations,
+    without_fused_kernels,
+)
