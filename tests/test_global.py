@@ -306,7 +306,7 @@ def test_progress_is_reported() -> None:
     lipschitz(nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval(), (3, 2, 2), lambda *step: seen.append(step))
     bounded = [(done, total) for done, total, text in seen if text == "bounding the network"]
     assert [done for done, _ in bounded] == list(range(1, bounded[0][1]))
-    assert seen[0] == (0, seen[0][1], "reading the network")
+    assert seen[0] == (0, 1, "reading the network")
 
 
 def test_missing_rules_are_collected_over_the_whole_network() -> None:
@@ -347,17 +347,3 @@ def test_the_budget_names_what_stretches_and_nothing_else() -> None:
         assert abs(line.log10_gain - norm.log10().item()) < 1e-4
     steepest = max(line.log10_gain for line in layers if line.operation == "layer_norm")
     assert abs(steepest - 3) < 1e-6  # 1/√eps with eps = 1e-6: what makes the bound of an unmodified ViT vacuous
-
-
-def test_reading_has_a_total() -> None:
-    """Passes through the network first, then its operations; each count goes up to its total, or ends before it."""
-    seen: list[tuple[int, int, str]] = []
-    lipschitz(load("test_vit", pretrained=False), progress=lambda *step: seen.append(step))
-    for what in ("reading the network", "bounding the network"):
-        done, total = zip(*((done, total) for done, total, now in seen if now == what), strict=True)
-        assert list(done) == sorted(done)
-        assert len({*total}) == 1
-        assert len(done) > 10
-        assert done[-1] <= total[0]
-    assert seen[0][2] == "reading the network"
-    assert seen[-1][2] == "bounding the network"

@@ -7,8 +7,8 @@ For a chain of layers with 1-Lipschitz activations the constants multiply to ∏
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,6 @@ from lipcert.graph import (
     examine,
     examples,
     needed,
-    passed,
-    passes,
     without_fused_kernels,
 )
 from lipcert.model import Model, alone, unusable
@@ -39,9 +37,6 @@ from lipcert.numerics import INFINITE, Bound, LayerBound, RealArithmetic, Upper,
 
 Progress = Callable[[int, int, str], None]
 
-# Each of the four examples runs and is replayed (which counts twice), and is compared twice more if forms are found;
-# the first runs three times more and is captured, and all go through together in two orders.
-_PASSES = 26
 _REFERENCE = "composition of the rules of lipcert.bounds, each with its source"
 
 
@@ -141,32 +136,16 @@ def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progres
     parameter = next(model.parameters(), torch.zeros(()))
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(1, *input_size, generator=generator).to(parameter.device, parameter.dtype)
-    with _reading(progress):
-        graph = capture(model, images, whole=kept_whole)
-        if isinstance(model, Model):
-            _check_independence(model, images)
-        _check_unused(graph)
-        graph = canonical_forms(graph, "lipschitz", examples(images))
+    if progress is not None:
+        progress(0, 1, "reading the network")
+    graph = capture(model, images, whole=kept_whole)
+    if isinstance(model, Model):
+        _check_independence(model, images)
+    _check_unused(graph)
+    graph = canonical_forms(graph, "lipschitz", examples(images))
     analysis = Analysis(graph, global_values(graph, progress))
     check_scales(graph, analysis.values, images)
     return analysis
-
-
-@contextmanager
-def _reading(progress: Progress | None) -> Iterator[None]:
-    """Reports forward passes. Fewer are needed if the network was read before, or contains no forms to replace."""
-    done = 0
-
-    def count() -> None:
-        nonlocal done
-        done = min(done + 1, _PASSES)
-        if progress is not None:
-            progress(done, _PASSES, "reading the network")
-
-    if progress is not None:
-        progress(0, _PASSES, "reading the network")
-    with passes(count):
-        yield
 
 
 # Operations without a rule whose unused results are harmless: torch.max also returns the indices of the largest
@@ -221,7 +200,7 @@ def check_batch(model: nn.Module, images: Tensor, alone: Tensor) -> None:
     """Refuses a network whose logits for a batch are not those of each image alone."""
     problem = "the model mixes the images of a batch; wrap it in a module that processes each image separately"
     try:
-        together = _counted(model, images)
+        together = model(images)
     except Exception as error:
         if isinstance(error, LipcertError) or is_out_of_memory(error):
             raise
@@ -231,12 +210,6 @@ def check_batch(model: nn.Module, images: Tensor, alone: Tensor) -> None:
     tolerance = 1e-9 if images.dtype == torch.float64 else 1e-3
     if together.shape != alone.shape or not close(together.where(finite, 0), alone.where(finite, 0), tolerance):
         raise InputError(problem)
-
-
-def _counted(model: nn.Module, images: Tensor) -> Tensor:
-    logits: Tensor = model(images)
-    passed()
-    return logits
 
 
 def global_values(graph: Graph, progress: Progress | None = None, source: Value | None = None) -> dict[Node, Any]:
@@ -324,7 +297,7 @@ def lipschitz(model: nn.Module, input_size: tuple[int, ...] | None = None, progr
     Args:
         model: a :class:`lipcert.Model`, or any module in evaluation mode that takes images in [0, 1].
         input_size: (C, H, W), for a module that is not a ``Model``.
-        progress: called with (done, total, text): forward passes while the network is read, then operations.
+        progress: called with (done, total, text), the number of operations that are bounded.
 
     Returns:
         A deterministic :class:`Bound`; ``.layers`` lists the gain of each operation in the order of the network. If the

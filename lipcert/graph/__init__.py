@@ -8,7 +8,6 @@ no bounds.
 from lipcert.graph._capture import capture, outline, unchecked
 from lipcert.graph._constants import MADE, UNKNOWN
 from lipcert.graph._graph import PIECES, REARRANGING, Emit, Graph, Node, canonical, rewritten, run
-from lipcert.graph._passes import passed, passes
 from lipcert.graph._signatures import SIGNATURES, SYNONYMS
 from lipcert.graph._stages import (
     Replay,

@@ -17,7 +17,6 @@ from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._composed import code_of, parts_of
 from lipcert.graph._constants import Constants, out_of_place, without_caches
 from lipcert.graph._graph import Graph, Node, canonical, tensors_in
-from lipcert.graph._passes import passed
 from lipcert.graph._replayed import APART, REPLAYED_AS
 from lipcert.graph._signatures import placed
 from lipcert.graph._witness import (
@@ -474,7 +473,6 @@ def capture(
     with torch.no_grad(), RealArithmetic() if real else nullcontext():
         examined = examine(module, images, real)
         graph, computes = captured()
-        passed()
         with without_fused_kernels():
             compared(graph, examined)
         if computes and images.dtype == torch.float64:

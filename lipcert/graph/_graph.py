@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipcert.graph._passes import passed
 from lipcert.numerics import RealArithmetic, leaves, mapped
 
 # Names of the same operation. Leading and trailing underscores (in place, dunder) are stripped before the look-up.
@@ -183,7 +182,6 @@ class Graph:
             run((node,), values)
             for read in self._last_read_by.get(node, ()):
                 del values[read]
-        passed()
         return values[self.output]
 
     @cached_property

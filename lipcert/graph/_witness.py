@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_map
 
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node
-from lipcert.graph._passes import passed
 from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, random_states, without_cudnn
 
 # Constants that a network computes from its weights are computed again with relative errors of about NOISE in every
@@ -171,7 +170,7 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
 def _run(network: Callable[[Tensor], Any], image: Tensor) -> Any:
     """The result for a copy of an image."""
     try:
-        result = network(image.clone())
+        return network(image.clone())
     except (LipcertError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -179,8 +178,6 @@ def _run(network: Callable[[Tensor], Any], image: Tensor) -> Any:
             raise
         inputs = f"{str(image.dtype)[6:]} images of shape {tuple(image.shape)}"
         raise InputError(f"the model does not run on {inputs}: {first_line(error)}") from error
-    passed()
-    return result
 
 
 def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) -> None:
