@@ -7,7 +7,8 @@
 denoiser in one format, all on one thread. Commands run in processes of their own, in empty folders; those for a DINOv2
 ViT-S need ``--vit``, a folder with vit.safetensors and images/val. ``--only`` keeps the other rows of an earlier run.
 Times are CPU seconds; of commands also seconds by the clock, to the first row and to the end, which mean something on
-idle cores. The table is printed, and goes with the environment and the load of the machine to
+idle cores, as do their ratios for one and two workers. CPU seconds to the first row are those of the command's own
+process, on Linux. The table is printed, and goes with the environment and the load of the machine to
 benchmarks/results/speed.json.
 """
 
@@ -110,7 +111,7 @@ def seconds(command: str) -> dict[str, float]:
         CalledProcessError: the command fails.
     """
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    row = math.nan
+    row = computed = math.nan
     words = [sys.executable, "-m", "lipcert", *shlex.split(command), "--out", "rows.jsonl"]
     with tempfile.TemporaryDirectory() as folder:
         rows, errors = Path(folder) / "rows.jsonl", Path(folder) / "errors"
@@ -119,11 +120,13 @@ def seconds(command: str) -> dict[str, float]:
                 time.sleep(0.05)
                 if math.isnan(row) and rows.exists() and rows.stat().st_size:
                     row = time.perf_counter() - started
+                    fields = Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()
+                    computed = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         if running.returncode:
             raise subprocess.CalledProcessError(running.returncode, words, stderr=errors.read_text())
     elapsed, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"first row, s": row, "elapsed, s": elapsed, "CPU s": cpu}
+    return {"first row, s": row, "first row, CPU s": computed, "elapsed, s": elapsed, "CPU s": cpu}
 
 
 def main() -> None:
@@ -147,6 +150,8 @@ def main() -> None:
             data = str(places["data"])
             found = gloro(data, args.images, args.rounds) if name == "gloro" else smoothing(data, args.rounds)
         table[name] = {what: round(value, 3) for what, value in found.items()} | {"load before": round(load, 1)}
+        if name.endswith("two workers") and (one := table.get(name.replace("two workers", "one worker"))):
+            table[name]["times as fast as one"] = round(one["elapsed, s"] / table[name]["elapsed, s"], 2)
         print(f"{name}: {table[name]}", flush=True)
         torch.set_num_threads(threads)
         RESULT.write_text(json.dumps(table | {"environment": environment()}, indent=1) + "\n")

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Outcome = tuple[Certificates, float]
 
-# Workers are started if the images that remain take this process longer than so many seconds, by a low estimate: many
-# images take less each than few.
-_WORTH, _POWER = 15.0, 0.6
+# Workers are started if the images that remain take this process longer than so many seconds. A batch takes about as
+# long as if it had so many more images.
+_WORTH, _MORE = 15.0, 3
 # Memory of a worker besides that of its images.
 _OF_A_WORKER = 2**29
 
@@ -71,7 +71,7 @@ def certified(
         outcome = _timed(certifier, batch, workers > 0)
         yield batch, *outcome
         left = None if left is None else left - len(batch)
-        if workers > 1 and (left is None or outcome[1] * (left / len(batch)) ** _POWER > _WORTH):
+        if workers > 1 and (left is None or left * outcome[1] / (len(batch) + _MORE) > _WORTH):
             break
     else:
         return
