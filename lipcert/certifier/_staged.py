@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lipcert.certifier._anchored import AnchoredMethod
-from lipcert.certifier._global import Global
-from lipcert.certifier._gloro import GloRo
+from lipcert.certifier._global import Global, GloRo
 from lipcert.certifier._linearised import LinearisedMethod
 from lipcert.certifier._local import LocalMethod
 from lipcert.certifier._lofast import LoFASTMethod

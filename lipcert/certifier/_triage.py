@@ -42,9 +42,7 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
     pixels = images.to(model.dtype).requires_grad_()
     with torch.enable_grad():
         best, second = model(pixels).topk(2, dim=1).values.unbind(1)
-        lead = (best - second).sum()
-    (slopes,) = torch.autograd.grad(lead, pixels, allow_unused=True) if lead.requires_grad else (None,)
-    slope = 0.0 if slopes is None else l2_norm(slopes.flatten(1).double(), 1).median().item()
+        slope = _steepness(best - second, pixels).median().item()
     if not 0 < slope < math.inf or eps < (least := unreached(log10 - math.log10(slope))):
         return ""
     bound = math.ceil(10 * log10) / 10
@@ -63,17 +61,20 @@ def first_order_limit(model: Model, images: Tensor, predicted: Tensor) -> Tensor
     margins = logits.gather(1, classes) - logits
     order = margins.detach().scatter(1, classes, math.inf).argsort(1)[:, : min(_RIVALS, logits.shape[1] - 1)]
     limit = torch.full((len(images),), math.inf, dtype=torch.float64)
-    if not logits.requires_grad:
-        return limit
     for rival in order.unbind(1):
         margin = margins.gather(1, rival[:, None])[:, 0]
-        (slope,) = torch.autograd.grad(margin.sum(), pixels, retain_graph=True, allow_unused=True)
-        if slope is None:
-            continue
-        length = l2_norm(slope.flatten(1).double(), 1)
+        length = _steepness(margin, pixels)
         ratio = torch.where(length > 0, margin.detach().double() / length, math.inf)
         limit = torch.minimum(limit, ratio.nan_to_num(nan=math.inf, posinf=math.inf).cpu())
     return limit
+
+
+def _steepness(values: Tensor, pixels: Tensor) -> Tensor:
+    """The norm of the gradient of each image's value, float64, shape (N,); 0 where it does not depend on the pixels."""
+    slopes = None
+    if values.requires_grad:
+        (slopes,) = torch.autograd.grad(values.sum(), pixels, retain_graph=True, allow_unused=True)
+    return l2_norm((torch.zeros_like(pixels) if slopes is None else slopes).flatten(1).double(), 1)
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lipcert.bounds import Progress
+from lipcert.certifier import Certifier
 from lipcert.errors import InputError
 from lipcert.inputs.batches import pair_of
 from lipcert.inputs.data import Batch, Images
-from lipcert.model import Model, checked, outside_inference_mode
+from lipcert.model import Model, check_eps, checked, outside_inference_mode
 from lipcert.numerics import Certificates
-from lipcert.results._certifier import certifier_for
 from lipcert.results._files import ResultFile
 from lipcert.results._rows import rows
 from lipcert.results.description import describe
-from lipcert.settings import CertifySettings, settings_of, takes
+from lipcert.settings import SMOOTHING, CertifySettings, settings_of, takes
 from lipcert.smoothing import SmoothedCertificates, Smoothing
 
 if TYPE_CHECKING:
@@ -206,6 +207,22 @@ def certify(
     columns = {one.name: getattr(joined, one.name) for one in fields(joined)}
     kind = SmoothedResult if smoothed else Result
     return kind(**columns, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)
+
+
+def certifier_for(
+    model: Model,
+    settings: CertifySettings,
+    *,
+    progress: Progress | None = None,
+    batch: int | None = None,
+    memory: float | str | None = None,
+) -> Certifier | Smoothing:
+    """The certifier for the network itself or for its smoothed classifier, depending on the method."""
+    if settings.at is None:
+        check_eps(settings.largest_eps, model)
+    if settings.method != SMOOTHING:
+        return Certifier(model, settings, progress=progress, memory=memory)
+    return Smoothing(model, settings, batch=batch, memory=memory)
 
 
 def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -18,7 +18,7 @@ from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
 from lipcert.model import Model
 from lipcert.norms import Rigor
-from lipcert.results._certifier import certifier_for
+from lipcert.results._certify import certifier_for
 from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, rows, same, same_logits
 from lipcert.results.description import describe
