@@ -84,7 +84,6 @@ class Local:
         images: Tensor,
         predicted: Tensor,
         margins: Tensor,
-        eps: float | None = None,
         ledger: Ledger | None = None,
         call: int = 0,
     ) -> Tensor:
@@ -103,8 +102,7 @@ class Local:
         def holds(index: Tensor, trial: Tensor, step: int) -> Tensor:
             return self._passes(nominal, index, trial, predicted, margins, ledger.part(step))
 
-        first = None if eps is None else eps * (1 + 1e-9)
-        return search_open(holds, low, active, _EVALUATIONS, first) * ROUND_DOWN
+        return search_open(holds, low, active, _EVALUATIONS) * ROUND_DOWN
 
     def _passes(
         self,

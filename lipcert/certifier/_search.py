@@ -199,27 +199,19 @@ def search_each(margins: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
     return torch.where(good, low, 0.0)
 
 
-def search_open(
-    holds: Callable[[Tensor, Tensor, int], Tensor], low: Tensor, active: Tensor, steps: int, first: float | None = None
-) -> Tensor:
+def search_open(holds: Callable[[Tensor, Tensor, int], Tensor], low: Tensor, active: Tensor, steps: int) -> Tensor:
     """The largest ε, to 1 %, for costly functions, which are called only for images that can still gain."""
     low, active = low.clone(), active.clone()
     start = torch.where(low > 0, low, 1e-12)
     high = torch.full_like(low, math.inf)
-    asked = [] if first is None else [torch.full_like(low, first)]
     for step in range(steps):
         base = torch.maximum(low, start)
-        if step < len(asked):
-            trial = asked[step]
-        elif step == len(asked):  # if no larger radius is valid, this is the only call
+        trial = torch.where(torch.isfinite(high), (base * high).sqrt(), base * 2)
+        if step == 0:  # if no larger radius is valid, this is the only call
             trial = base * _ACCURACY
-        else:
-            trial = torch.where(torch.isfinite(high), (base * high).sqrt(), base * 2)
         index = torch.nonzero(active & (trial > low) & (trial < high)).flatten()
         if not len(index):
-            if step > len(asked):
-                break
-            continue
+            break
         good = holds(index, trial[index], step)
         low[index] = torch.where(good, trial[index], low[index])
         high[index] = torch.where(good, high[index], trial[index])
