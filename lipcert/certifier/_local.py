@@ -47,13 +47,11 @@ class Local:
             every norm is deterministic.
     """
 
-    def __init__(
-        self, model: Model, *, analysis: Analysis | None = None, delta: float = 1e-9, seed: int = 0, calls: int = 1
-    ):
+    def __init__(self, model: Model, *, analysis: Analysis | None = None, delta: float = 1e-9, calls: int = 1):
         if model.dtype != torch.float64:
             raise InputError(f"local bounds are computed in float64, the model is in {model.dtype}; use model.double()")
         self.model = model
-        self.seed, self.calls = seed, calls
+        self.calls = calls
         self.analysis = analyze(model) if analysis is None else analysis
         if len(self.analysis.output.shape) != 2:
             raise InputError(
@@ -132,7 +130,7 @@ class Local:
         return self.boxes.nominal(images.to(self.model.device, torch.float64))
 
     def _ledger(self, images: int) -> Ledger:
-        return Budget(self.delta).ledger(images, seed_of(self.model, self.seed))
+        return Budget(self.delta).ledger(images, seed_of(self.model))
 
     def _walk(self, nominal: Nominal, eps: Tensor, ledger: Ledger | None = None) -> Walk:
         # A walk computes at most one norm per operation, and a radius needs at most _EVALUATIONS walks.

@@ -48,11 +48,6 @@ class LoFAST:
         self.finder = NormFinder(self.network, self.plan, settings)
 
     @property
-    def count(self) -> int:
-        """The number of norms per image."""
-        return self.plan.count
-
-    @property
     def work(self) -> float:
         """The approximate number of floating-point operations for the norms of an image."""
         return self.plan.work

@@ -97,8 +97,8 @@ class _Viewable(Certificates):
         return Path(path)
 
     def _rows(self) -> list[dict[str, Any]]:
-        batch = _HashedBatch(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels, (), self.hashes)
-        return rows(batch, self, self.seconds)
+        batch = Batch(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels)
+        return rows(batch, self, self.seconds, self.hashes)
 
 
 class Result(_Viewable):
@@ -112,17 +112,6 @@ class Result(_Viewable):
 @dataclass(frozen=True, repr=False)
 class SmoothedResult(_Viewable, SmoothedCertificates):
     """:class:`lipcert.smoothing.SmoothedCertificates` with a view."""
-
-
-@dataclass(frozen=True)
-class _HashedBatch(Batch):
-    """A batch without pixels, whose hashes are known."""
-
-    stored_hashes: tuple[str, ...] = ()
-
-    @property
-    def hashes(self) -> list[str]:
-        return [*self.stored_hashes]
 
 
 class _TensorImages(Images):

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-def rows(batch: Batch, certificates: Certificates, seconds: float) -> list[dict[str, Any]]:
-    """The rows of one batch."""
-    count, hashes = len(batch.indices), batch.hashes
+def rows(
+    batch: Batch, certificates: Certificates, seconds: float, hashes: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of one batch; ``hashes`` of its images, where they are known."""
+    count, hashes = len(batch.indices), batch.hashes if hashes is None else hashes
     result = []
     for i, index in enumerate(batch.indices):
         predicted, margin = int(certificates.predicted[i]), float(certificates.margin[i])

@@ -114,11 +114,6 @@ class Behind:
         return self.behind.plan
 
     @property
-    def count(self) -> int:
-        """The number of norms per image."""
-        return self.behind.count + (0 if self.whole is None else self.whole.count)
-
-    @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
         return self.behind.work + (0.0 if self.whole is None else self.whole.work)

@@ -70,11 +70,6 @@ class DeployedAnchored:
         self.ranges = Gains(self.network.graph, model, self.format, refused)
 
     @property
-    def count(self) -> int:
-        """The number of norms per image."""
-        return self.plan.count
-
-    @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
         return work_with_curvature(self.plan, _WEIGHINGS)
