@@ -1,7 +1,6 @@
 """Jacobians as matrices: every norm from one is at least that of the dense Jacobian, and no start vector is drawn."""
 
 import math
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,10 @@ import lipcert
 from lipcert.bounds import Form, margins
 from lipcert.certifier import Anchored
 from lipcert.certifier.anchored.jacobians import Jacobians
-from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, Windows, groups_of
-from lipcert.certifier.anchored.matrices import Stem as StoredStem
+from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of
 from lipcert.certifier.anchored.network import Network
 from lipcert.errors import UnsupportedOperation
-from lipcert.norms import Budget, factor, verified_norms
+from lipcert.norms import factor, verified_norms
 
 
 def seeded(*shape, seed=0):
@@ -388,114 +386,10 @@ def test_entries_that_are_not_zero_are_all_there(name):
     assert torch.allclose(value, dense[row, column], rtol=1e-13, atol=0)
 
 
-def windows(dense, high):
-    """A stored matrix, in groups of ``high`` consecutive rows."""
-    row, column = dense.nonzero().unbind(1)
-    return Windows.of(row, column, dense[row, column], torch.arange(len(dense)).reshape(-1, high), dense.shape[1])
-
-
-def overlapping(seed=0):
-    """12 rows in groups of 3, of which each reads 5 of 13 columns; the last two are read by none."""
-    dense = torch.zeros(12, 13, dtype=torch.float64)
-    for group in range(4):
-        dense[3 * group : 3 * group + 3, 2 * group : 2 * group + 5] = seeded(3, 5, seed=seed + group)
-    return dense
-
-
-def test_windows_multiply_like_their_matrix():
-    dense = overlapping()
-    stored = windows(dense, 3)
-    assert stored.entries.shape == (1, 4, 3, 5)
-    v, u = seeded(6, 13), seeded(6, 12)
-    torch.testing.assert_close(stored.product(v), v @ dense.T)
-    torch.testing.assert_close(stored.adjoint(u), u @ dense)
-    assert torch.linalg.matrix_norm(dense.abs(), 2) <= stored.size()[0]
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e8])
-def test_rounding_errors_of_windows_are_covered(scale):
-    """Integers, so that products without rounding are known: entries that cancel, scaled such that sums round."""
-    dense = overlapping()
-    dense[dense != 0] = (dense[dense != 0] * 2.0**20).round() + 2.0**26 * scale
-    exact = windows(dense.to(torch.float64), 3)
-    v = torch.nn.functional.normalize(seeded(50, 13), dim=1)
-    rough = exact.product(v)
-    most = max(
-        math.hypot(*(float(sum(Fraction(m) * Fraction(x) for m, x in zip(row, one, strict=True)) - Fraction(y))
-                     for row, y in zip(dense.tolist(), two, strict=True)))
-        for one, two in zip(v.tolist(), rough.tolist(), strict=True)
-    )  # fmt: skip
-    assert 0 < most <= exact.error()[0]
-
-
-def test_a_stem_is_a_product_of_windows():
-    """Four groups of rows of the second matrix, two in each of the windows of the first, in random order."""
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
-    groups = torch.arange(12).reshape(4, 3)
-    owner = torch.block_diag(seeded(4, 6, seed=5), seeded(4, 6, seed=6))[:, order]  # reads rows of the second
-    first = torch.zeros(12, 13, dtype=torch.float64)
-    first[order.argsort()] = overlapping()
-    rows = torch.stack([(order[None] == g[:, None]).nonzero()[:, 1] for g in groups])
-    row, column = first.nonzero().unbind(1)
-    stem = StoredStem.of(windows(owner, 4), Windows.of(row, column, first[row, column], rows, 13))
-    assert stem is not None
-    slopes = seeded(3, 12, seed=9)
-    product = stem.product(slopes)
-    exact = torch.stack([owner @ (one[:, None] * first) for one in slopes])
-    v = seeded(6, 13)
-    expected = torch.einsum("nij,qnj->qni", exact, v.unflatten(0, (2, 3))).flatten(0, 1)
-    torch.testing.assert_close(product.product(v), expected)
-    torch.testing.assert_close(product.only(torch.tensor([2])).product(v), v @ exact[2].T)
-    assert bool((product.lost > 0).all())
-    assert StoredStem.of(windows(overlapping()[:, :12], 3), windows(first, 3)) is None  # windows that overlap
-
-
-@pytest.mark.parametrize("name", ["stem", "halves"])
-def test_lanczos_behind_a_cut_takes_the_stored_matrix_before_it(name):
-    """Norms from products with it are those of the dense Jacobians."""
-    network = Network(built(name))
-    by = Jacobians(network, tolerance=0.01, deterministic=False, seed=0, delta=1e-9)
-    images = torch.rand(2, 1, 2, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    at = SimpleNamespace(network=network, values=network.values(images))
-    draw = Budget(1e-9).ledger(2, b"").draw("norm", 0, delta=1e-9)
-    stage = network.stages[1 if name == "stem" else 0]
-    behind = {u for v in network.rules for u in network.operands(v)} | {network.graph.output}
-    targets = {b for b in behind if network.chains.on_every_path(stage.start, b)}
-    assert len(targets) > 1
-    for b in targets:
-        c = by.cut(b)
-        assert c is stage.start
-        assert (by.bent_entry(c) is None) == (name == "halves")
-        found = by.norm(network.source, b, at.values, draw, entry=by.entry(c, at.values))
-        for number in range(2):
-            exact = torch.linalg.matrix_norm(jacobian(at, network.source, b, number), 2)
-            assert exact <= found[number] * (1 + 1e-12)
-            assert found[number] <= exact * 1.011
-
-
-@pytest.mark.usefixtures("without_matrices")
-@pytest.mark.parametrize("name", ["stem", "halves"])
-def test_norms_left_to_products_beside_a_stored_matrix(name):
-    """Bounds are above the exact norms, and the rounding of the stored matrix is in that of forms."""
-    method = Anchored(built(name))
-    source = method.network.source
-    cut = [(a, b) for a, b in method.plan.pairs if a is source and method.finder.jacobians.cut(b) is not None]
-    assert cut
-    method.finder.effort = {("norm", a, b): math.inf for a, b in cut}
-    images = torch.rand(2, 2, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    anchor = method(images)
-    at = SimpleNamespace(network=method.network, values=anchor.linearization.values)
-    for a, b in cut:
-        for number in range(2):
-            exact = torch.linalg.matrix_norm(jacobian(at, a, b, number), 2)
-            assert exact <= anchor.norms.gains[a, b][number] < math.inf
-        assert bool((anchor.norms.slack[a, b] > 0).all())
-
-
 @pytest.mark.usefixtures("without_matrices")
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_convolution_of_zeros_in_the_stem(place):
-    """Nothing is stored for it, and the certificate is that without."""
+    """The certificate is that without it."""
     model = built("stem")
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
     nn.init.zeros_(convolutions[place].weight)

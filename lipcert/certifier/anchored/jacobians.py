@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Form, column_sums
+from lipcert.bounds import Form
 from lipcert.certifier.anchored.costs import ENTRIES, FEW, GRAMS, PROBES, TOGETHER, worth_writing, writes_rows
 from lipcert.certifier.anchored.gradients import Values, disturbed
-from lipcert.certifier.anchored.matrices import ONCE, Groups, JacobianMatrix, Stem, Windows, groups_of, written_error
+from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of, written_error
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.certifier.anchored.sparse import nonzero_entries, pixels
 from lipcert.errors import InputError, UnsupportedOperation
@@ -34,8 +34,6 @@ from lipcert.roundoff import Pair
 _LONG = 4096
 # Norms of longer columns are bounded with this many products.
 _COLUMN_PROBES = 512
-# Windows hold at most this many times as many entries as are not 0.
-_PADDED = 4
 # The largest number of products of numbers in a Gram matrix, some seconds of a core.
 _GRAM_WORK = 2**36
 # The largest number of entries of the Jacobians computed at once, 1 GiB.
@@ -51,10 +49,6 @@ class LinearOperator(NamedTuple):
 
     product: Callable[[Tensor], Tensor]
     adjoint: Callable[[Tensor], Tensor]
-
-    def after(self, first: LinearOperator) -> LinearOperator:
-        """The product of this and another map."""
-        return LinearOperator(lambda v: self.product(first.product(v)), lambda u: first.adjoint(self.adjoint(u)))
 
 
 class Jacobians:
@@ -79,7 +73,6 @@ class Jacobians:
         self.bent: dict[Pair, tuple[JacobianMatrix, JacobianMatrix, JacobianMatrix | None]] = {}
         self._bends: dict[Pair, Node | None] = {}
         self._entrance: list[JacobianMatrix | None] = []
-        self._stems: list[tuple[Node, Stem] | None] = []
 
     def within(self, tolerance: float) -> Jacobians:
         """A copy with another tolerance."""
@@ -150,10 +143,7 @@ class Jacobians:
         """
         if self.writes_out(a, rows):
             return written_error(a.entries, rows)
-        # Products with stored matrices up to a cut take as many entries as these have columns.
-        sizes = {a.entries, self.network.stages[0].start.entries} if a is self.network.source else {a.entries}
-        error = lanczos_error(part=min(start_vectors(self.delta, min(size, rows))[1] for size in sizes))
-        return max(error, math.sqrt(max(4 * _LONG, a.entries)) / ONCE)  # for errors of stored matrices
+        return lanczos_error(part=start_vectors(self.delta, min(a.entries, rows))[1])
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
         """Whether the largest norm of a row is computed from the entries: of an affine path, once for all images."""
@@ -250,53 +240,6 @@ class Jacobians:
             return entries
         column, row, value = entries
         return row, column, value
-
-    def cut(self, b: Node) -> Node | None:
-        """The c up to which products with G(x → b) take stored matrices (:class:`.matrices.Windows`), or None."""
-        c, second = self.first(b), self.network.second
-        if self.deterministic or b is self.network.source:
-            return None
-        if c is None and second is not None and self.network.chains.on_every_path(second, b):
-            c = second if self._stem() is not None else None
-        return c
-
-    def _stem(self) -> tuple[Node, Stem] | None:
-        """v and G(v → c) diag(φ') G(x → z), for a single entrywise v between x and the start of the second stage."""
-        if not self._stems:
-            self._stems.append(self._stored_stem())
-        return self._stems[0]
-
-    def _stored_stem(self) -> tuple[Node, Stem] | None:
-        network, c = self.network, self.network.second
-        assert c is not None
-        v, *others = (v for v in network.rules if network.replay.depends(c, v))
-        if others or not self._diagonal(v) or not network.chains.on_every_path(v, c):
-            return None
-        parts, values = [], network.values(an_image(network.model)[:, None])
-        for a, b in ((v, c), (network.source, v.operands[0])):
-            filled = self._filled(a, b, values) if min(a.entries, b.entries) <= _LONG else None
-            if filled is None or not len(filled[0]):
-                return None
-            windows = Windows.of(*filled, pixels(b, values[b].device), a.entries)
-            if windows.entries.numel() > min(ENTRIES, _PADDED * len(filled[0])):
-                return None
-            parts.append(windows)
-        stem = Stem.of(*parts)
-        return None if stem is None or stem.shape.entries.numel() > ENTRIES // 4 else (v, stem)
-
-    def bent_entry(self, c: Node) -> Node | None:
-        """The operation between x and the c of :meth:`cut`, if it is not affine."""
-        stem = self._stem() if c is self.network.second else None
-        return None if stem is None else stem[0]
-
-    def entry(self, c: Node, values: Values) -> Windows:
-        """A factor of G(x → c) for the c of :meth:`cut`."""
-        stem = self._stem() if c is self.network.second else None
-        if stem is not None:
-            return stem[1].product(column_sums(stem[0], 0, values))
-        matrix = self.entrance()
-        assert matrix is not None
-        return Windows.of_matrix(matrix)
 
     def matrices(self, pairs: Iterable[Pair], values: Values) -> dict[Pair, JacobianMatrix]:
         """G(a → u) for some pairs, at the images of the values.
@@ -458,26 +401,17 @@ class Jacobians:
         *,
         form: Form | None = None,
         path: Sequence[Node] | None = None,
-        entry: Windows | None = None,
     ) -> Tensor:
-        """Upper bounds on ‖M G(a → b)‖, shape (N,), before rounding errors are added.
-
-        Arguments as for :meth:`operator`. Without a ``draw`` the Jacobian is computed in full; with one, ``entry`` is a
-        factor of G(x → c) for the c of :meth:`cut`.
-        """
+        """Upper bounds on ‖M G(a → b)‖, shape (N,), before rounding errors are added; in full without a ``draw``."""
         images, rows, columns = len(values[a]), rows_of(b, values, form), a.entries
         if not rows * columns:  # such as the tokens of a class where there are none
             return values[a].new_zeros(images, dtype=torch.float64)
         together = max(1, _MOST // (rows * columns)) if draw is None else images
-        if entry is not None and len(entry.entries) > 1:
-            together = max(1, _CACHED // entry.entries[0].numel())
         norms = []
         for i, part in _parts(values, images, min(images, together)):
-            chosen = slice(i, i + together)
-            some = None if form is None else form.only(chosen)
+            some = None if form is None else form.only(slice(i, i + together))
             if draw is not None:
-                known = None if entry is None else entry.only(chosen)
-                norms.append(self._by_lanczos(a, b, part, draw, rows, some, path, known))
+                norms.append(self._by_lanczos(a, b, part, draw, rows, some, path))
                 continue
             jacobian = self.operator(a, b, part, several=True, form=some, path=path)
             forth, size = (jacobian.product, columns) if columns <= rows else (jacobian.adjoint, rows)
@@ -493,23 +427,16 @@ class Jacobians:
         rows: int,
         form: Form | None,
         path: Sequence[Node] | None,
-        entry: Windows | None,
     ) -> Tensor:
-        images, device, c = len(values[a]), values[a].device, a if entry is None else self.cut(b)
-        assert c is not None
-        columns = a.entries if entry is None else entry.width
-        inside = self.network.replay.between(c, [b]) if path is None else path
+        images, device, columns = len(values[a]), values[a].device, a.entries
+        inside = self.network.replay.between(a, [b]) if path is None else path
         size = min(rows, columns)
         copies = start_vectors(draw.delta, size)[0] if sum(math.prod(node.shape) for node in inside) <= _COPIED else 1
         if copies > 1:
-            read = {c, *(operand for node in inside for operand in node.operands)} - {*inside}
+            read = {a, *(operand for node in inside for operand in node.operands)} - {*inside}
             values = {u: values[u].repeat(copies, *[1] * len(u.shape)) for u in read}
             form = None if form is None else form.only(torch.arange(images, device=device).repeat(copies))
-        jacobian = None if entry is None else LinearOperator(entry.product, entry.adjoint)
-        if b is not c or form is not None:
-            last = self.operator(c, b, values, several=False, form=form, path=path)
-            jacobian = last if jacobian is None else last.after(jacobian)
-        assert jacobian is not None
+        jacobian = self.operator(a, b, values, several=False, form=form, path=path)
         forth, back = jacobian if columns <= rows else reversed(jacobian)
         return lanczos_norm(
             forth, back, images, size, draw=draw, tolerance=self.tolerance, together=copies > 1, device=device

@@ -89,7 +89,6 @@ class Network:
         source: the perturbed value.
         rules: the remainder rule of every nonlinear operation after it, in order.
         stages: the stages, in order.
-        second: the start of the second stage before stages are merged; None without one.
         head: features h and weight W if the logits are W h + b; None otherwise.
         chains: products of norms along the operations after the source.
         kept: the nodes whose nominal values are kept, in order.
@@ -121,7 +120,6 @@ class Network:
             self.source = self.stages[at].start
             self.stages = self.stages[at:]
             self.rules = {v: self.rules[v] for stage in self.stages for v in stage.nonlinear}
-        self.second = self.stages[1].start if len(self.stages) > 1 else None
         self.stages = _merged(self.stages) if merged else self.stages
         self.head = self._head()
         self.chains = Chains(self.replay, self.source)

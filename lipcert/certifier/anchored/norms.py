@@ -19,7 +19,7 @@ from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
 from lipcert.certifier.anchored.matrices import written_error
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.rounding import Entered, Rounded, rounded
+from lipcert.certifier.anchored.rounding import Rounded, rounded
 from lipcert.certifier.anchored.written import Written
 from lipcert.errors import InputError
 from lipcert.graph import Node
@@ -185,13 +185,7 @@ class NormFinder:
         self, gains: Mapping[Pair, Tensor], links: Mapping[Link, Tensor], at: _AtImages
     ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
         """Rounding errors, S, and the norms with them; products bound those of the plan that are not computed."""
-        plan, by, source = self.plan, self.jacobians, self.network.source
-        entries: dict[Pair, Entered] = {}
-        for a, b in plan.pairs:  # the stored matrices in products with G(x → b), forms included
-            entry = at.written.entry(a, b) if a is source and not by.writes(a, b) else None
-            c = None if entry is None else by.cut(b)
-            if entry is not None and c is not None:
-                entries[a, b] = c, by.bent_entry(c), entry.error().expand(len(at.values[source]))
+        plan, by = self.plan, self.jacobians
         return rounded(
             self.network.local,
             at.values,
@@ -203,7 +197,6 @@ class NormFinder:
             by.error_factor,
             through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
             bends=by.bends(plan.pairs),
-            entries=entries,
             cuts=[stage.start for stage in self.network.stages],
         )
 
@@ -231,7 +224,7 @@ class NormFinder:
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
             if written:
                 return at.written.factor(a, b).spectral_norm()
-            return by.norm(a, b, values, draw, entry=at.written.entry(a, b) if draw else None)
+            return by.norm(a, b, values, draw)
 
         return self._once(("norm", a, b), self.network.affine_path(a, b), at.values, compute)
 
@@ -311,7 +304,7 @@ class NormFinder:
         """‖M G(a → b)‖ as computed, shape (N,)."""
         if by.writes(a, b):
             return written.factor(a, b).formed(form, b.shape).spectral_norm().expand(len(form.norm))
-        return by.norm(a, b, values, draw, form=form, entry=written.entry(a, b) if draw else None)
+        return by.norm(a, b, values, draw, form=form)
 
     def _raised(self, norm: Tensor, a: Node, b: Node, form: Form, rows: int, norms: Norms) -> Tensor:
         """‖M G(a → b)‖ as computed, with the ``rows`` of M G, plus a bound on its rounding error, shape (N,)."""

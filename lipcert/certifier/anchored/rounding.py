@@ -16,15 +16,11 @@ c) S(c, b) + S(a, c) g(c → b) is added to S(a, b), because Ĝ(c → b) Ĝ(a �
 c) + G(c → b) (Ĝ(a → c) − G(a → c)). If G(a → b) is computed as G(v → b) D G(a → z) + G₀ with the diagonal Jacobian D of
 v = φ(z), and G₀ the Jacobian for a constant v, then G₀ has an error of at most S(a, b) + g(a → z) g(D) S(v, b), because
 G₀ = G(a → o) − G(v → o) D G(a → z) for every o after v; and the product one of g(a → z) g(D) S(v, b) + g(a → z) κ_v g(v
-→ b) + S(a, z) g(D) g(v → b). All of this is added. If products with G(x → b) take a stored matrix of G(x → c)
-(:class:`.matrices.Windows`), with an error of E, and with one of d for a product with a unit vector, then those after
-c, whose operands are larger by G(c → o) of what is lost at c, err by at most S(x, b) + d g(c → b) + (d + E) S(c, b),
-and E g(c → b) counts once in a norm. With s = d + S(x, c)/100, and E ≤ √n S(x, c) for n stored columns or rows, d + E
-is at most 1e8 s, and E at most c s for the c of Lanczos. So S(x, b) + s (g(c → b) + 1e8 S(c, b)) is enough. S includes
-one more S than needed, so that a raised norm is a bound g too. The other g are products of norms of single operations,
-A + κ each, and of known norms (:class:`lipcert.roundoff.Chains`). Each norm is first assumed to be slightly larger than
-computed. If the assumption does not cover the error, it is enlarged; after several failures the norm is dropped. Once
-all assumptions hold, all bounds are proved by induction over the length of the paths.
+→ b) + S(a, z) g(D) g(v → b). All of this is added. S includes one more S than needed, so that a raised norm is a bound
+g too. The other g are products of norms of single operations, A + κ each, and of known norms
+(:class:`lipcert.roundoff.Chains`). Each norm is first assumed to be slightly larger than computed. If the assumption
+does not cover the error, it is enlarged; after several failures the norm is dropped. Once all assumptions hold, all
+bounds are proved by induction over the length of the paths.
 
 **Values.** The exact network with the perturbation δ deviates from the computed values by
 
@@ -60,7 +56,6 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import gamma, lengths
-from lipcert.certifier.anchored.matrices import ONCE
 from lipcert.graph import Node
 from lipcert.numerics import SAFETY, at_most, times
 from lipcert.roundoff import UNDERFLOW, Chains, Errors, Link, OperationRounding, Pair
@@ -71,10 +66,6 @@ _ATTEMPTS = 12
 # Larger norms count as infinite.
 _HUGE = 1e140
 _ENTRIES = 2**26
-
-
-# The first value, a bend and an error, as for :class:`PathBounds`.
-Entered = tuple[Node, Node | None, Tensor]
 
 
 @dataclass(frozen=True)
@@ -137,10 +128,9 @@ class PathBounds:
         also: Collection[Pair] = (),
         through: Mapping[Pair, Node] = MappingProxyType({}),
         bends: Mapping[Pair, Node] = MappingProxyType({}),
-        entries: Mapping[Pair, Entered] = MappingProxyType({}),
     ):
         self.chains, self.gains, self.off = chains, gains, off
-        self.through, self.bends, self.entries = through, bends, entries
+        self.through, self.bends = through, bends
         nodes = [chains.source, *chains.links]
         self.place = {node: number for number, node in enumerate(nodes)}
         assumed = {pair: norm * (1 + _SHARE) for pair, norm in computed.items()}
@@ -179,11 +169,6 @@ class PathBounds:
 
         def of_product(a: Node, b: Node) -> Tensor:
             c, alone = self.through.get((a, b)), of(a, b, self.bends.get((a, b)))
-            if (a, b) in self.entries:
-                c, v, error = self.entries[a, b]
-                j, k = place[c], place[b]
-                last = self.bounds[:, j, k] + products[:, j, k] / ONCE**4
-                return at_most(alone + times(error + ONCE * of(a, c, v), last))
             if c is None:
                 return alone
             i, j, k = place[a], place[c], place[b]
@@ -228,7 +213,6 @@ def rounded(
     *,
     through: Mapping[Pair, Node] = MappingProxyType({}),
     bends: Mapping[Pair, Node] = MappingProxyType({}),
-    entries: Mapping[Pair, Entered] = MappingProxyType({}),
     cuts: Iterable[Node] = (),
 ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
     """Adds bounds on the rounding errors to computed norms, as described at the head of this file."""
@@ -253,7 +237,6 @@ def rounded(
             requested,
             through,
             bends,
-            {pair: (c, v, error[some]) for pair, (c, v, error) in entries.items()},
         )
         paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))

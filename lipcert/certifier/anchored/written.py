@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lipcert.bounds import column_sums
-from lipcert.certifier.anchored.matrices import JacobianMatrix, Windows
+from lipcert.certifier.anchored.matrices import JacobianMatrix
 from lipcert.graph import Node
 from lipcert.roundoff import Pair
 
@@ -27,20 +27,10 @@ class Written:
         self.jacobians, self.values, self.pairs = jacobians, values, list(pairs)
         self._matrices: dict[Pair, JacobianMatrix] = {}
         self._factors: dict[Pair, JacobianMatrix] = {}
-        self._entries: dict[Node, Windows] = {}
 
     def only(self, index: Tensor) -> Written:
         """The matrices of the images with the given indices; nothing is copied before it is asked for."""
         return _Some(self, index)
-
-    def entry(self, a: Node, b: Node) -> Windows | None:
-        """A factor of G(a → c) for the c of :meth:`.Jacobians.cut`; None for other a, and without such a c."""
-        c = self.jacobians.cut(b) if a is self.jacobians.network.source else None
-        if c is None:
-            return None
-        if c not in self._entries:
-            self._entries[c] = self.jacobians.entry(c, self.values)
-        return self._entries[c]
 
     def matrix(self, a: Node, b: Node) -> JacobianMatrix:
         """G(a → b), with the rows in the order of the value of which b is a rearrangement."""
@@ -131,10 +121,6 @@ class _Some(Written):
     def __init__(self, whole: Written, index: Tensor):
         super().__init__(whole.jacobians, {}, ())
         self.whole, self.index = whole, index
-
-    def entry(self, a: Node, b: Node) -> Windows | None:
-        entry = self.whole.entry(a, b)
-        return None if entry is None else entry.only(self.index)
 
     def matrix(self, a: Node, b: Node) -> JacobianMatrix:
         return self.whole.matrix(a, b).only(self.index)
