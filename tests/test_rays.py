@@ -122,7 +122,7 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
         index, numbers = _with_sectors(torch.arange(len(eps)))
         wide, curved = one.only(index), {v: [form.only(index) for form in found] for v, found in norms.items()}
         walk = wide.at.walk(eps[index], curved, sector=sector(wide.ray, eps[index], numbers))
-        left = one.in_sectors(eps, norms, forms)
+        left = one._inside(eps[index], index, numbers, norms, forms).unflatten(0, (len(eps), -1))
         nodes = list(network.rules)
         targets = [u for v in nodes for u in v.operands]
         values = {node: value[index] for node, value in at.values.items()}

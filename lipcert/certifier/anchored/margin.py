@@ -238,13 +238,6 @@ class RivalMargin:
         inside = self._inside(eps[images], images, numbers, curvature, forms).unflatten(0, (-1, SECTORS)).amin(1)
         return ball.index_copy(0, open_, torch.maximum(ball[open_], inside))
 
-    def in_sectors(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
-        """Lower bounds on the margin in the sectors that cover the ball of radius ε, shape (N, sectors)."""
-        if self.ray is None:
-            return self._bound(eps, curvature, forms)[:, None]
-        images, numbers = _with_sectors(torch.arange(len(eps), device=eps.device))
-        return self._inside(eps[images], images, numbers, curvature, forms).unflatten(0, (-1, SECTORS))
-
     def _inside(self, eps: Tensor, images: Tensor, numbers: Tensor, curvature: Curvature, forms: Forms) -> Tensor:
         """Lower bounds on the margin of some images in one sector each, within their ε, all of shape (rows,)."""
         part = self.only(images)

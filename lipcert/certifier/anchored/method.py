@@ -137,30 +137,19 @@ class Anchor:
         Raises:
             LedgerError: called again, although the first call used the start vectors; linearise the images again.
         """
-        return _examined(self.linearization, predicted, margins, limit, self.method.eps)
-
-    def least_margin(self, eps: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
-        """Lower bounds on the smallest f_y − f_j within eps, shape (N,); arguments as for :meth:`radius`."""
-        rivals = margins.argsort(1)[:, :-1].unbind(1)
-        return torch.stack([RivalMargin(self.linearization, j, predicted, margins).bound(eps) for j in rivals]).amin(0)
+        return linearized_radius(self.linearization, predicted, margins, limit, self.method.eps)
 
 
-def linearized_radius(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
+@torch.no_grad()
+def linearized_radius(
+    at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None = None, eps: float | None = None
+) -> Tensor:
     """Radii of one linearisation; arguments as for :meth:`Anchor.radius`.
 
     The deviation of the logits gives a first radius for every rival class, without a backward pass. The class with the
     smallest radius decides, so that is computed with gradients of its own, and then with forms, until the smallest
-    radius is one that grows no further.
-    """
-    return _examined(at, predicted, margins, limit, None)
-
-
-@torch.no_grad()
-def _examined(at: Linearization, predicted: Tensor, margins: Tensor, limit: int | None, eps: float | None) -> Tensor:
-    """Radii of one linearisation.
-
-    With ``eps`` no contracted forms are computed for images whose verdict they cannot change. What is examined of an
-    image does not depend on the others.
+    radius is one that grows no further. With ``eps`` no forms are computed for images whose verdict they cannot change.
+    What is examined of an image does not depend on the others.
     """
     allowed = _cheap(at, predicted, margins)
     near = allowed.argsort(1).argsort(1) < (allowed.shape[1] if limit is None else limit)
