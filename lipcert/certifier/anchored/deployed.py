@@ -126,12 +126,6 @@ class DeployedAnchor:
         """Bounds on the deviations of deployed values for perturbations of norm at most eps, after :meth:`measure`."""
         return self.linearization.walk(eps, curvature)
 
-    def lost(self, rivals: Tensor, predicted: Tensor) -> Tensor:
-        """The loss of the margins f_y − f_j by rounding errors, to first order, shape (N,), after :meth:`measure`."""
-        loss = self.linearization.rounding.lost(rivals, predicted, {})
-        assert loss is not None
-        return loss
-
 
 class MeasuredRounding(Rounding):
     """Bounds on the rounding errors of the deployed network in balls around N images.

@@ -51,10 +51,8 @@ def pixels(node: Node, device: torch.device) -> Tensor:
 def _reading_apart(
     product: Callable[[Tensor], Tensor], groups: Tensor, size: int, most: int
 ) -> list[tuple[Tensor, Tensor, Tensor]] | None:
-    """Splits groups of rows so that those of one part read different columns."""
-    parts: list[tuple[list[Tensor], list[int]]] = []
-    taken: Tensor | None = None  # whether a column is read in a part, shape (at least parts, columns)
-    counts: list[int] = []  # the number of these
+    """Splits groups of rows so that those of one part read different columns: groups, which of them reads, columns."""
+    parts: list[tuple[Tensor, list[int], list[Tensor]]] = []  # with whether a column is read
     for some in torch.arange(len(groups), device=groups.device).split(_TOGETHER):
         marked = torch.zeros(len(some), 1, size, dtype=torch.float64, device=groups.device)
         marked.scatter_(2, groups[some][:, None], math.nan)
@@ -63,27 +61,14 @@ def _reading_apart(
             most -= len(columns)
             if most < 0:
                 return None
-            taken = torch.zeros_like(reads)[None] if taken is None else taken
-            # Parts with too few columns left are not looked at: matrices without zeros have one part for each group.
-            fitting = [part for part, count in enumerate(counts) if count + len(columns) <= len(reads)]
-            candidates = torch.tensor(fitting, dtype=torch.long, device=groups.device)
-            free = candidates[~taken[candidates[:, None], columns].any(1)].tolist()
-            part = free[0] if free else len(parts)
-            if not free:
-                parts.append(([], []))
-                counts.append(0)
-                taken = torch.cat((taken, torch.zeros_like(taken))) if part == len(taken) else taken
-            taken[part, columns] = True
-            counts[part] += len(columns)
-            parts[part][0].append(columns)
-            parts[part][1].append(group)
+            part = next((part for part in parts if not bool(part[0][columns].any())), None)
+            if part is None:
+                parts.append(part := (torch.zeros_like(reads), [], []))
+            part[0][columns] = True
+            part[1].append(group)
+            part[2].append(columns)
     return [
-        (
-            torch.tensor(members, device=groups.device),
-            torch.arange(len(members), device=groups.device).repeat_interleave(
-                torch.tensor([len(columns) for columns in reads], device=groups.device)
-            ),
-            torch.cat(reads),
-        )
-        for reads, members in parts
+        (torch.tensor(members, device=groups.device), torch.cat(places), torch.cat(reads))
+        for _, members, reads in parts
+        for places in [[torch.full_like(columns, place) for place, columns in enumerate(reads)]]
     ]
