@@ -188,17 +188,9 @@ def _at_pixels(at_cut: Tensor, error: Tensor, constant: float) -> Tensor:
 
 
 def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **options: Any) -> Anchored | Behind:
-    """The anchored certificate of a model: behind a cut, of the whole network, or both.
+    """The anchored certificate of a model in float64: behind a cut, of the whole network, or both.
 
-    Args:
-        model: the model, in float64.
-        eps: stops at a verdict at this ε, see :class:`Anchored`.
-        costly: beside a cut, the whole network too, whatever that takes; else only if it takes little.
-        **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
-
-    Raises:
-        InputError: as for :class:`Anchored`.
-        UnsupportedOperation: names the operations that have no remainder rule.
+    ``costly`` allows the whole network beside a cut, whatever that takes; all else is as for :class:`Anchored`.
     """
     captured = recorded(model)
     fused = canonical_forms(captured, "remainder", examples(an_image(model)))
@@ -227,11 +219,7 @@ def modules_whole(model: Model) -> Graph:
 
 
 def constant_up_to(graph: Graph, cut: Node, model: Model, whole: Graph | None = None) -> float:
-    """K of x ↦ ``cut`` on the image box, rounded up.
-
-    It is read from the operations that compute the cut, and from the network of :func:`modules_whole`. The smaller
-    counts.
-    """
+    """K of x ↦ ``cut`` on the image box, rounded up: from operations, or from :func:`modules_whole` if smaller."""
     whole = modules_whole(model) if whole is None else whole
     node = _module_of(cut, graph, whole, model)
     plain = _up_to(graph, cut)

@@ -20,6 +20,8 @@ FEW = 64
 PROBES = 256
 # The norms of the columns of M G, for one rival class at a time, are computed for at most this many rows.
 FORM_ROWS = 1024
+# For affine paths, which are the same for all images: Jacobians with at most so many columns are computed in full.
+LONG = 4096
 # The usual number of products for Lanczos, and what it takes besides, in floating-point operations.
 _PASSES = 100
 SEARCH = 1e8
@@ -83,8 +85,3 @@ def worth_writing(network: Network, a: Node, b: Node) -> bool:
 def writes_few(few: int, many: int) -> bool:
     """Whether a matrix is computed in any case, because it has few rows or columns."""
     return few <= FEW and few * many <= ENTRIES
-
-
-def writes_rows(rows: float) -> bool:
-    """Whether this number of rows is small enough to compute all of them."""
-    return rows <= PROBES

@@ -46,12 +46,7 @@ _WEIGHINGS = 1 + len(_SHARES)
 
 
 class DeployedAnchored:
-    """The anchored certificate of ``model.to(dtype)(images.to(dtype))``.
-
-    Args:
-        model: the model in float64, with the weights of the artifact.
-        dtype: "float32", "float16", "bfloat16", the dtype, or a :class:`Format`.
-        **options: see :class:`~lipcert.certifier.anchored.NormOptions`.
+    """The anchored certificate of ``model.to(dtype)(images.to(dtype))``, for the model in float64 with these weights.
 
     Raises:
         InputError: no such format.
@@ -236,11 +231,7 @@ class _Measuring(Rounding):
         return at_most(sum((gain * bounds(u) for u, gain in gains.items()), self.zero))
 
     def _gains(self, node: Node) -> dict[Node, Any]:
-        """Norms of the operation's Jacobian at the nominal point, by operand.
-
-        The Lipschitz constants from the ranges hold everywhere. At the nominal point ‖Y‖₂ and ‖X‖₂ are smaller for a
-        product XY, and max|γ|/s for LayerNorm.
-        """
+        """Norms of the Jacobian at the nominal point: ‖Y‖ and ‖X‖ for XY, max|γ|/s for LayerNorm; else over ranges."""
         gains: dict[Node, Any] = dict(self.ranges.of(node))
         if node.op == "layer_norm":
             (x,) = gains

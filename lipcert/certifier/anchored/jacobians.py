@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form
-from lipcert.certifier.anchored.costs import ENTRIES, FEW, GRAMS, PROBES, TOGETHER, worth_writing, writes_rows
+from lipcert.certifier.anchored.costs import ENTRIES, FEW, GRAMS, LONG, PROBES, TOGETHER, worth_writing
 from lipcert.certifier.anchored.gradients import Values, disturbed
 from lipcert.certifier.anchored.matrices import Groups, JacobianMatrix, groups_of, written_error
 from lipcert.certifier.anchored.network import Network, an_image
@@ -30,8 +30,6 @@ from lipcert.norms import (
 )
 from lipcert.roundoff import Pair
 
-# For affine paths, which are the same for all images: Jacobians with at most so many columns are computed in full.
-_LONG = 4096
 # Norms of longer columns are bounded with this many products.
 _COLUMN_PROBES = 512
 # The largest number of products of numbers in a Gram matrix, some seconds of a core.
@@ -62,10 +60,9 @@ class Jacobians:
         deterministic: bool,
         seed: int,
         delta: float = 0.0,
-        probes: int = PROBES,
     ):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
-        self.delta, self.probes = delta, probes
+        self.delta = delta
         self.constants: dict[Pair, JacobianMatrix] = {}
         self.factors: dict[Pair, JacobianMatrix] = {}
         self.groups: dict[Pair, Groups | None] = {}
@@ -119,10 +116,7 @@ class Jacobians:
         return start if start is not None and self.entrance() is not None else None
 
     def through(self, a: Node, b: Node) -> Node | None:
-        """The value c with G(a → b) = G(c → b) G(a → c) where a product of these is what is computed; else None.
-
-        c is the start of the last stage before b whose matrices are computed anyway, or of the first.
-        """
+        """The c, the last start of a stage, with G(a → b) = G(c → b) G(a → c) where this product is computed."""
         network = self.network
         if a is not network.source or not self.writes(a, b):
             return None
@@ -137,22 +131,15 @@ class Jacobians:
         return written_error(a.entries, b.entries) if self.writes(a, b) else self.error_factor(a, b.entries)
 
     def error_factor(self, a: Node, rows: int) -> float:
-        """The error of :meth:`norm` for a matrix with these rows, in units of a bound S on that of a product.
-
-        S is for unit vectors, and for products with the matrix and its transpose.
-        """
+        """The error of :meth:`norm` for a matrix with these rows, in units of a bound S on that of products with it."""
         if self.writes_out(a, rows):
             return written_error(a.entries, rows)
         return lanczos_error(part=start_vectors(self.delta, min(a.entries, rows))[1])
 
     def writes_out_rows(self, a: Node, b: Node) -> bool:
         """Whether the largest norm of a row is computed from the entries: of an affine path, once for all images."""
-        few = writes_rows(min(a.entries, b.entries))
-        return self.deterministic or few or (a.entries <= _LONG and self.network.affine_path(a, b))
-
-    def writes_out_columns(self, b: Node) -> bool:
-        """Whether the norms of the columns of an affine path are computed from the entries."""
-        return self.deterministic or b.entries <= _LONG
+        few = min(a.entries, b.entries) <= PROBES
+        return self.deterministic or few or (a.entries <= LONG and self.network.affine_path(a, b))
 
     def operator(
         self,
@@ -229,10 +216,7 @@ class Jacobians:
         return self.constants[a, u]
 
     def _filled(self, a: Node, b: Node, values: Values) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The rows, columns and values of the entries of G(a → b) that are not 0; None if these are too many.
-
-        Rows, or columns where these are far fewer, come from products with unit vectors.
-        """
+        """The rows, columns and values of the entries of G(a → b) that are not 0; None if these are too many."""
         jacobian, by_rows = self.operator(a, b, values, several=True), b.entries <= 4 * a.entries
         product, node = (jacobian.adjoint, b) if by_rows else (jacobian.product, a)
         entries = nonzero_entries(product, pixels(node, values[node].device), node.entries, 4 * ENTRIES)
@@ -242,11 +226,7 @@ class Jacobians:
         return row, column, value
 
     def matrices(self, pairs: Iterable[Pair], values: Values) -> dict[Pair, JacobianMatrix]:
-        """G(a → u) for some pairs, at the images of the values.
-
-        All rows of one u come from the same products for every a, and all columns of one a for every u. Rows take about
-        a third of the time.
-        """
+        """G(a → u) for some pairs: rows of one u from the same products, or columns of one a, at thrice the time."""
         starts: dict[Node, list[Node]] = {}
         for a, u in pairs:
             starts.setdefault(u, []).append(a)
@@ -267,10 +247,7 @@ class Jacobians:
     def _rows(
         self, starts: Mapping[Node, Sequence[Node]], values: Values, path: Sequence[Node] | None = None
     ) -> dict[Pair, Tensor]:
-        """All rows of G(a → u), shape (N, entries of u, entries of a), for every u and each of its a.
-
-        With ``path`` those of the Jacobians along these operations.
-        """
+        """All rows of G(a → u), shape (N, entries of u, entries of a), for every u and its a, along ``path`` alone."""
         position = self.network.replay.position
         sources = sorted({a for some in starts.values() for a in some}, key=position.__getitem__)
         if path is None:
@@ -457,11 +434,7 @@ class Jacobians:
             elif draw is None:
                 norms.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
             else:
-                norms.append(
-                    row_norms(
-                        jacobian.product, count, columns, draw=draw, probes=self.probes, block=block, device=device
-                    )
-                )
+                norms.append(row_norms(jacobian.product, count, columns, draw=draw, block=block, device=device))
         return torch.cat(norms)
 
     def columns(self, a: Node, b: Node, values: Values, draw: Draw | None, form: Form | None = None) -> Tensor:

@@ -22,13 +22,10 @@ from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most, l2_norm
 
 
 class Weighed(NamedTuple):
-    """The contracted answer of a rule.
+    """The contracted answer of a rule, and whether it is used for an image, bool, shape (N,).
 
-    Attributes:
-        answer: the answer.
-        used: whether it is used for an image, bool, shape (N,).
-        error: None without a linear term. With one, the answer has to be used, and is larger by the rounding error of
-            the gradient to which the term is added: ``error`` times ρ, shape (N,).
+    With a linear term it has to be used, and is larger by the rounding error of the gradient to which the term is
+    added: ``error`` times ρ, shape (N,).
     """
 
     answer: Contracted
@@ -59,15 +56,10 @@ _ENTRIES = 2**25
 
 
 class Spreads(NamedTuple):
-    """How much errors change the margins f_y − f_j: upper bounds for all classes j, each of shape (N, classes).
+    """How much errors change the margins f_y − f_j: upper bounds for all classes j, each of shape (N, classes)."""
 
-    Attributes:
-        head: ‖w_y − w_j‖ for a linear head with rows w; None without one.
-        rows: ‖(e_y − e_j)ᵀ G(a → logits)‖ for the a of the last stage, and for the perturbed value; empty if not known.
-    """
-
-    head: Tensor | None
-    rows: Mapping[Node, Tensor]
+    head: Tensor | None  # ‖w_y − w_j‖ for a linear head with rows w
+    rows: Mapping[Node, Tensor]  # ‖(e_y − e_j)ᵀ G(a → logits)‖ for x and the a of the last stage; empty if not known
 
 
 def spreads(at: Linearization, predicted: Tensor) -> Spreads:

@@ -318,10 +318,7 @@ class Network:
     def remainders(
         self, values: Mapping[Node, Tensor], rules: Mapping[Node, Remainder] | None = None, index: Tensor | None = None
     ) -> dict[Node, Remainder]:
-        """The remainder rules of all nonlinear operations at nominal values.
-
-        With ``index`` they are those at the images with these indices, given the ``rules`` at all images.
-        """
+        """The rules of all nonlinear operations; with ``index`` at these images, given the ``rules`` at all of them."""
         answers = {}
         for v in self.rules:
             part = None if rules is None or index is None else rules[v].only(index)

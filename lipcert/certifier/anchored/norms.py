@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form
-from lipcert.certifier.anchored.costs import FORM_ROWS
+from lipcert.certifier.anchored.costs import FORM_ROWS, LONG
 from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
 from lipcert.certifier.anchored.matrices import written_error
 from lipcert.certifier.anchored.network import Network
@@ -246,7 +246,8 @@ class NormFinder:
     def _column_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
         """The norms of the columns of G(a → b) for an affine path, as computed, shape (N, entries of a)."""
         written = self.jacobians.writes(a, b)
-        draw = self._draw(at.ledger, "columns", a, b, from_entries=written or self.jacobians.writes_out_columns(b))
+        from_entries = written or self.jacobians.deterministic or b.entries <= LONG
+        draw = self._draw(at.ledger, "columns", a, b, from_entries=from_entries)
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
             return at.written.matrix(a, b).column_norms() if written else by.columns(a, b, values, draw)

@@ -65,10 +65,7 @@ class Ray:
         return part
 
     def size(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """An upper bound on a seminorm of G(x → u) p, without a form, shape (N,); ∞ if it is not known.
-
-        ``u`` is the root of a value.
-        """
+        """An upper bound on a seminorm of G(x → u) p, without a form, shape (N,), for a root u; ∞ if unknown."""
         return self._once((u, seminorm), lambda: self._size(u, *seminorm))
 
     def entries(self, u: Node) -> Tensor:

@@ -126,41 +126,29 @@ class Rounding:
 
 @dataclass(frozen=True)
 class StageDeviation:
-    """Bounds for a stage, each of shape (N,).
-
-    Attributes:
-        start: the deviation of its start.
-        remainder: that of its end by its remainders.
-        end: that of its end.
-        arrived: ε, and the part of ``start`` that is due to earlier remainders; None if a walk does not split it.
-    """
+    """Bounds for a stage, each of shape (N,)."""
 
     stage: Stage
-    start: Tensor
-    remainder: Tensor
-    end: Tensor
-    arrived: tuple[Tensor, Tensor] | None = None
+    start: Tensor  # the deviation of its start
+    remainder: Tensor  # that of its end by its remainders
+    end: Tensor  # that of its end
+    arrived: tuple[Tensor, Tensor] | None = None  # ε, and what of ``start`` is due to earlier remainders, if split
 
 
 @dataclass(frozen=True)
 class Deviations:
-    """Upper bounds ρ on the deviations of values.
+    """Upper bounds ρ on the deviations of values, each of shape (N,).
 
     Attributes:
-        operands: for every nonlinear operation, the ρ of its operands, each of shape (N,), followed by the bounds on
-            blocks that its rule uses; see :class:`lipcert.bounds.Remainder`.
-        logits: ρ of the logits, shape (N,).
-        features: ρ of the features that a linear head reads, shape (N,); None without such a head.
-        remainders: bounds on the norms of the remainders of nonlinear operations, shape (N,).
-        weighed: for operations with forms M, bounds on each ‖Mδ‖ for the deviation δ of the operand, shape (N,).
-        stages: the bounds for every stage.
+        operands: for every nonlinear operation, the ρ of its operands, followed by the bounds on blocks that its rule
+            uses; see :class:`lipcert.bounds.Remainder`.
     """
 
     operands: dict[Node, list[Tensor]]
     logits: Tensor
-    features: Tensor | None
-    remainders: dict[Node, Tensor] = field(default_factory=dict)
-    weighed: dict[Node, list[Tensor]] = field(default_factory=dict)
+    features: Tensor | None  # what a linear head reads
+    remainders: dict[Node, Tensor] = field(default_factory=dict)  # ‖R_v‖
+    weighed: dict[Node, list[Tensor]] = field(default_factory=dict)  # ‖Mδ‖ for the forms M of an operation
     stages: list[StageDeviation] = field(default_factory=list)
 
 
@@ -224,10 +212,7 @@ class Linearization:
         return sum(self.values[node][0].numel() for node in read)
 
     def only(self, index: Tensor, *, walked: bool = False) -> Self:
-        """The linearisation at the images with the given indices.
-
-        With ``walked`` it holds what a walk needs, and neither images nor values.
-        """
+        """The linearisation at some images, given by indices; with ``walked`` only what a walk needs, no values."""
         part = copy.copy(self)
         part.logits, part.norms = self.logits[index], self.norms.only(index)
         part.remainders = self.network.remainders(self.values, self.remainders, index)
@@ -435,10 +420,7 @@ class _StageWalk:
         return rho
 
     def each(self, z: Node, most: Tensor) -> Tensor:
-        """Bounds on the deviations of all entries of an operand, shape (N, entries); ``most`` bounds any, shape (N,).
-
-        Entry i deviates by at most Σ_a ‖row i of G(a → z)‖ · (error at a), and by the sum over the columns.
-        """
+        """Bounds on the deviations of all entries of an operand, (N, entries); ``most`` bounds any of them, (N,)."""
         at, start, source = self.at, self.stage.start, self.at.network.source
         u, known = at.network.root(z), at.norms.rows
 
