@@ -839,3 +839,40 @@ def test_a_normalisation_that_is_multiplied_out(name, seed):
     for method in ("anchored", "gloro"):
         found = lipcert.certify(model, image, eps=1e-9, method=method, dtype="float32", rigor="deterministic")
         assert found.radius.item() == 0 or found.predicted == alone, method
+
+
+# torch converts a tensor without axes to the type of the others.
+
+
+def _put(x, number):
+    x = x + 0
+    x[:] = number
+    return x
+
+
+WIDER = {
+    "clamp": lambda x, number: x.clamp(min=number),
+    "assignment": _put,
+    "sum": lambda x, number: x * 2.0**-30 + number,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", WIDER)
+def test_numbers_of_a_wider_type_are_rounded(name, dtype):
+    """Logits t and w, where w is t rounded, and larger: the deployed network has a tie."""
+    kind = getattr(torch, dtype)
+
+    def forward(x, limit):
+        z = WIDER[name](x[:, 0, 0, :1] * 2.0**-10, torch.tensor(0.3, dtype=torch.float64))
+        return torch.cat([z, limit.expand(len(x), 1)], 1)
+
+    net = Forward(forward, limit=torch.full((1, 1), 0.3, dtype=torch.float64).to(kind).double())
+    model = lipcert.load(net.double().eval(), mean=(0.0,), std=(1.0,), input_size=(1, 1, 2))
+    image = torch.full((1, 1, 1, 2), 0.5).double()
+    with torch.no_grad():
+        seen = model.to(kind)(image.to(kind)).argmax(1)
+    model.double()
+    for method in ("gloro", "anchored"):
+        found = lipcert.certify(model, image, eps=1e-9, method=method, dtype=dtype)
+        assert found.radius.item() == 0 or found.predicted == seen, method

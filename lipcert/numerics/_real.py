@@ -94,4 +94,8 @@ def _types(tree: Any) -> Iterator[torch.dtype]:
 
 
 def _widened(tree: Any) -> Any:
-    return mapped(lambda leaf: leaf.double() if _floating(getattr(leaf, "dtype", None)) else leaf, tree)
+    def widened(leaf: Any) -> Any:
+        kind = getattr(leaf, "dtype", None)
+        return leaf.double() if _floating(kind) and kind != torch.float64 else leaf
+
+    return mapped(widened, tree)

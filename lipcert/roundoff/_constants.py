@@ -93,24 +93,30 @@ def deployed_graph(
     for node, other in zip(graph.nodes, twin.nodes, strict=True):
         try:
             pairs = [] if node.op == "identity" else _pairs(node, other)
-            _check_type(node.op, other.dtype, _kinds(its for _, its in pairs))
+            common = _check_type(node.op, other.dtype, _kinds(its for _, its in pairs))
             for constant, its in pairs:
                 if isinstance(constant, Tensor):
-                    errors.add(constant, its, other.dtype)
+                    errors.add(constant, its, other.dtype, common)
         except NoAnswer as reason:
             refused.append(refusal(node, reason))
         node.dtype = other.dtype
     return graph, fmt, refused
 
 
-def _check_type(op: Any, result: torch.dtype | None, kinds: Iterable[torch.dtype | None]) -> None:
-    """Refuses results in another type than that of the operands, ``kinds``, which a hidden cast must have rounded."""
+def _check_type(op: Any, result: torch.dtype | None, kinds: Iterable[torch.dtype | None]) -> torch.dtype | None:
+    """The type in which an operation computes on operands of these types; None if it is none of floating point.
+
+    Refuses results in another type, which a hidden cast must have rounded.
+    """
     floating = [kind for kind in kinds if kind is not None and kind.is_floating_point]
-    if result is None or not result.is_floating_point or not floating or op == "identity":
-        return
+    if not floating or op == "identity":
+        return None
     common = functools.reduce(torch.promote_types, floating)
-    if result != common and not (op in _WIDENING and torch.promote_types(common, result) == result):
+    if result is None or not result.is_floating_point or result == common:
+        return common
+    if op not in _WIDENING or torch.promote_types(common, result) != result:
         raise NoAnswer(f"a result in {result} of operands in {common}")
+    return common
 
 
 def _pairs(node: Node, twin: Node) -> list[tuple[Any, Any]]:
@@ -140,8 +146,10 @@ class _Bounding:
         self.format, self.graph, self.twin = fmt, graph, twin
         self.known: dict[tuple[Any, Any], tuple[Tensor, Tensor]] = {}
 
-    def add(self, constant: Tensor, its: Tensor, kind: torch.dtype | None) -> None:
+    def add(self, constant: Tensor, its: Tensor, kind: torch.dtype | None, common: torch.dtype | None) -> None:
         """Bounds the error of one constant, ``its`` counterpart in the deployed network, in a result of type ``kind``.
+
+        The operation computes in the type ``common``.
 
         Raises:
             NoAnswer: there is no bound.
@@ -155,7 +163,7 @@ class _Bounding:
             and known is None
         ):
             return  # the rules cast it
-        value, error = self.of(source, its_source)
+        value, error = self._operand(source, its_source, common)
         if not constant.is_floating_point():
             return
         if constant.dtype != torch.float64:
@@ -178,6 +186,19 @@ class _Bounding:
         if (one, two) not in self.known:
             self.known[one, two] = self._of(one, two)
         return self.known[one, two]
+
+    def _operand(self, one: Node | Tensor, two: Node | Tensor, common: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """:meth:`of` for an operand of an operation in another type.
+
+        torch converts a tensor without axes to the type of the others, even to a narrower one.
+        """
+        value, error = self.of(one, two)
+        kind = two.dtype
+        if kind is None or common is None or not value.is_floating_point():
+            return value, error
+        if torch.promote_types(kind, common) == common:
+            return value, error
+        return value, error + self.format.of_type(common).rounded(value.abs() + error, 2)
 
     def _of(self, one: Node | Tensor, two: Node | Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(two, Node) and two.op == "identity":
@@ -222,14 +243,14 @@ class _Bounding:
 
     def _computed(self, node: Node, twin: Node) -> tuple[Tensor, Tensor]:
         pairs = _pairs(node, twin)
-        known = [self.of(one, two) for one, two in pairs]
+        common = _check_type(node.op, twin.dtype, _kinds(two for _, two in pairs))
+        known = [self._operand(one, two, common) for one, two in pairs]
         value = _evaluated(node, [x for x, _ in known])
         exact = not any(bool(error.any()) for _, error in known)
         if not value.is_floating_point():
             if not exact:
                 raise NoAnswer(f"{node.name} of a value that is rounded")
             return value, torch.zeros(value.shape)
-        _check_type(node.op, twin.dtype, _kinds(two for _, two in pairs))
         fmt = self.format.of_type(twin.dtype)
         counts = node.op in _WHOLE or (node.op == "div" and arguments(node).get("rounding_mode"))
         if (
