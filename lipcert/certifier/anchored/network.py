@@ -125,11 +125,11 @@ class Network:
         self.chains = Chains(self.replay, self.source)
         self.local = OperationRounding(self.chains)
         if not deployed and self.graph.output not in _CHECKED:
-            self._check_derivatives(example)
-            _CHECKED.update(self.graph.nodes)
+            compared = self._check_derivatives(example)
+            _CHECKED.update(self.graph.nodes if compared else [self.graph.output])
 
-    def _check_derivatives(self, example: Tensor) -> None:
-        """Compares derivatives of replays, which run under vmap, with those of the same operations without vmap.
+    def _check_derivatives(self, example: Tensor) -> bool:
+        """Compares derivatives of replays, which run under vmap, with those without it; False where there are none.
 
         Torch has kernels of their own for these, some of which have been wrong for a single image, or for one memory
         layout. Compares gradients for one image and for two, and products with Jacobians by ⟨u, Jv⟩ = ⟨Jᵀu, v⟩.
@@ -159,7 +159,7 @@ class Network:
         for images, back in ((both[:1], pair[:1]), (both, pair)):
             expected = gradients(images, back)
             if expected is None or not expected.isfinite().all():
-                return
+                return False
             with torch.enable_grad():
                 start = images.clone().requires_grad_()
                 (result,) = self.replay(self.graph.input, start, [self.graph.output], {})
@@ -184,6 +184,7 @@ class Network:
                 allowed = torch.maximum(allowed, _NOISE * noise)
             if not off <= allowed:
                 raise WrongDerivative
+        return True
 
     def _output_of(self, path: str) -> Node:
         """The value that the module at ``path`` computes last."""
