@@ -776,7 +776,9 @@ def test_what_rounding_takes_from_a_margin_to_first_order() -> None:
     anchor.measure(torch.full((3,), 1e-9).double())
     for j in range(4):
         rivals = torch.where(predicted == j, (predicted + 1) % 4, j)
-        lost = anchor.lost(rivals, predicted) * (1 + 1e-3)  # the rest is of second order in the unit roundoff
+        first = anchor.linearization.rounding.lost(rivals, predicted, {})
+        assert first is not None
+        lost = first * (1 + 1e-3)  # the rest is of second order in the unit roundoff
         gap = exact.gather(1, predicted[:, None]) - exact.gather(1, rivals[:, None])
         worst = torch.zeros(3).double()
         for logits in deployed(model, "float32", images):
