@@ -30,35 +30,7 @@ def estimate_largest(gram: Tensor) -> float:
         gram = gram[growths(gram).topk(CANDIDATES).indices]
     if gram.shape[-1] <= _DENSE_SIZE:
         return float(torch.linalg.eigvalsh(gram).max())
-    return _lanczos(gram)
-
-
-def _lanczos(gram: Tensor) -> float:
-    """Lanczos with reorthogonalisation from a fixed random vector, until the largest Ritz value converges."""
-    count, size = gram.shape[:2]
-    steps = min(size, _MAX_STEPS)
-    basis = gram.new_zeros(count, size, steps)
-    projected = gram.new_zeros(count, steps, steps)
-    vector = _start(gram).expand(count, size)
-    vector = vector / torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-    best = 0.0
-    for step in range(steps):
-        basis[:, :, step] = vector
-        previous = basis[:, :, : step + 1]
-        image = gram @ vector.unsqueeze(-1)
-        coefficients = previous.mH @ image
-        projected[:, : step + 1, step] = coefficients.squeeze(-1)
-        image = image - previous @ coefficients
-        vector = (image - previous @ (previous.mH @ image)).squeeze(-1)
-        length = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
-        exhausted = length <= _BREAKDOWN * torch.linalg.vector_norm(coefficients, dim=(-2, -1)).unsqueeze(-1)
-        vector = torch.where(exhausted, 0, vector / length)
-        if step + 1 == steps or (step + 1) % _CHECK_EVERY == 0:
-            ritz = torch.linalg.eigvalsh(projected[:, : step + 1, : step + 1], UPLO="U").max()
-            if float(ritz) <= best * (1 + _GAIN):
-                break
-            best = float(ritz)
-    return max(best, float(ritz))
+    return float(estimates(gram, _MAX_STEPS).max())
 
 
 def _start(gram: Tensor) -> Tensor:
@@ -67,22 +39,26 @@ def _start(gram: Tensor) -> Tensor:
 
 
 def estimates(gram: Tensor, steps: int = 16) -> Tensor:
-    """Lower estimates, up to rounding, of the largest eigenvalue of each matrix, from Lanczos."""
+    """Lower estimates, up to rounding, of the largest eigenvalue of each matrix, from Lanczos, until all converge."""
     count, size = gram.shape[:2]
     steps = min(size, steps)
     basis, images = gram.new_zeros(count, size, steps), gram.new_zeros(count, size, steps)
     vector = _start(gram).expand(count, size)
     vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True)
+    ritz = torch.zeros(count, dtype=torch.float64, device=gram.device)
     for step in range(steps):
         basis[:, :, step] = vector
         images[:, :, step] = image = (gram @ vector[:, :, None])[:, :, 0]
         previous, orthogonal = basis[:, :, : step + 1], image
+        if step + 1 == steps or (step + 1) % _CHECK_EVERY == 0:
+            projected = previous.mH @ images[:, :, : step + 1]
+            before, ritz = ritz, torch.linalg.eigvalsh((projected + projected.mH) / 2)[:, -1].nan_to_num(nan=0.0)
+            if bool((ritz <= before * (1 + _GAIN)).all()):
+                break
         for _ in range(2):
-            orthogonal = orthogonal - (previous @ (previous.mT @ orthogonal[:, :, None]))[:, :, 0]
+            orthogonal = orthogonal - (previous @ (previous.mH @ orthogonal[:, :, None]))[:, :, 0]
         length = torch.linalg.vector_norm(orthogonal, dim=1, keepdim=True)
         # What is left of an exhausted space is noise, which is not orthogonal to it.
         exhausted = length <= _BREAKDOWN * torch.linalg.vector_norm(image, dim=1, keepdim=True)
         vector = torch.where(exhausted, 0.0, orthogonal / length.clamp_min(torch.finfo(torch.float64).tiny))
-    projected = basis.mT @ images
-    ritz = torch.linalg.eigvalsh((projected + projected.mT) / 2)[:, -1]
-    return torch.maximum(ritz.nan_to_num(nan=0.0), gram.diagonal(dim1=1, dim2=2).amax(1))
+    return torch.maximum(ritz, gram.diagonal(dim1=1, dim2=2).real.amax(1))
