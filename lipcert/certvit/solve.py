@@ -95,7 +95,6 @@ class _Problem:
 class _Point:
     """A feasible weight. Rounding moves it towards ``interior``, a point further inside; None for the centre.
 
-    ``governing`` and ``step`` are the last of Douglas–Rachford, from which it can continue with a similar ellipsoid;
     ``bounding`` is the point whose outward direction gave the best lower bound.
     """
 
@@ -104,24 +103,7 @@ class _Point:
     gap: float | None = None
     status: str = "converged"
     interior: Tensor | None = None
-    governing: Tensor | None = None
-    step: float | None = None
     bounding: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Where Douglas–Rachford starts.
-
-    Attributes:
-        step: its step; None chooses one.
-        governing: Ŵ; None for the centre of the ellipsoid.
-        zeros: the result has zeros, if the measure makes any.
-    """
-
-    step: float | None = None
-    governing: Tensor | None = None
-    zeros: bool = False
 
 
 def constrain_matrix(
@@ -225,44 +207,34 @@ def _solve(problem: _Problem, measure: str, tolerance: float, iterations: int, d
 
 
 def _minimise(
-    centre: Tensor,
-    inputs: _Inputs,
-    radius: float,
-    measure: str,
-    tolerance: float,
-    iterations: int,
-    start: _Start | None = None,
+    centre: Tensor, inputs: _Inputs, radius: float, measure: str, tolerance: float, iterations: int
 ) -> _Point:
     """Minimises rotation-invariant norms in the eigenbasis of S, where the projection is diagonal."""
     chosen = MEASURES[measure]
-    start = start or _Start(zeros=not chosen.rotates)
     eigenvalues, basis = inputs.spectrum
     if not chosen.rotates:
         ellipsoid = Ellipsoid(centre, eigenvalues, basis, radius)
-        start = replace(start, step=start.step or chosen.step(centre))
-        zeros_in = inputs.second if start.zeros else None
-        return _douglas_rachford(ellipsoid, chosen, centre, tolerance, iterations, start, zeros_in)
+        return _douglas_rachford(
+            ellipsoid, chosen, centre, tolerance, iterations, chosen.step(centre), zeros_in=inputs.second
+        )
     rotated = centre @ basis
     ellipsoid = Ellipsoid(rotated, eigenvalues, None, radius)
     if min(centre.shape) == 1:  # these norms then equal the Frobenius norm, which is smallest at the projection of zero
         return _Point(ellipsoid.project(torch.zeros_like(rotated)) @ basis.mT, gap=0.0)
-    first, step = rotated, start.step
+    first, removed = rotated, 0.0
     if measure == "spectral":
         first, removed = _clip(rotated, radius, lambda rows: rows.square() @ eigenvalues)
-        step = step or _STEP * removed
-    start = replace(start, step=step or chosen.step(centre))
-    if min(centre.shape) < _LARGE:
-        point = _douglas_rachford(ellipsoid, chosen, first, tolerance, iterations, start)
-    else:
-        point = _in_float32(ellipsoid, chosen, first, tolerance, iterations, start)
+    iterate = _douglas_rachford if min(centre.shape) < _LARGE else _in_float32
+    step = _STEP * removed or chosen.step(centre)
+    point = iterate(ellipsoid, chosen, first, tolerance, iterations, step)
     return replace(point, weight=point.weight @ basis.mT)
 
 
 def _in_float32(
-    ellipsoid: Ellipsoid, measure: Measure, first: Tensor, tolerance: float, iterations: int, start: _Start
+    ellipsoid: Ellipsoid, measure: Measure, first: Tensor, tolerance: float, iterations: int, step: float
 ) -> _Point:
     """Iterates in float32, then projects the result and computes its gap in float64."""
-    point = _douglas_rachford(ellipsoid.to(torch.float32), measure, first.float(), tolerance, iterations, start)
+    point = _douglas_rachford(ellipsoid.to(torch.float32), measure, first.float(), tolerance, iterations, step)
     weight, value = first, measure.value(first)
     projected = ellipsoid.project(point.weight.double())
     if (reached := measure.value(projected)) < value:
@@ -329,7 +301,7 @@ def _douglas_rachford(
     feasible: Tensor,
     tolerance: float,
     iterations: int,
-    start: _Start,
+    step: float,
     zeros_in: Tensor | None = None,
 ) -> _Point:
     """Minimises ‖V‖ over the ellipsoid.
@@ -343,9 +315,7 @@ def _douglas_rachford(
     Y = (W̃ − centre) S is used, because at the limit −Y is a multiple of a subgradient of the norm, and then both
     inequalities are equalities.
     """
-    assert start.step is not None
-    step, centre = start.step, ellipsoid.centre
-    governing = centre if start.governing is None else start.governing.to(centre)
+    governing = ellipsoid.centre
     best, upper, lower = feasible, measure.value(feasible), 0.0
     bounding, gap, done = None, 1.0, False
     iteration = 0
@@ -372,7 +342,7 @@ def _douglas_rachford(
         gap = _gap(upper, lower)
         done = gap <= tolerance and (measure.rotates or apart <= tolerance * float(feasible.norm()))
     status = "converged" if done else "iteration limit"
-    point = _Point(best, iteration, gap, status, governing=governing, step=step, bounding=bounding)
+    point = _Point(best, iteration, gap, status, bounding=bounding)
     bare = zeros_in is None or bool((relaxed != 0).all())
     sparse = None if zeros_in is None or bare else _with_zeros(relaxed, ellipsoid.centre, zeros_in, ellipsoid.radius)
     if sparse is None or (value := measure.value(sparse[0])) > (1 + _DEARER) * upper:
