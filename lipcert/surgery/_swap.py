@@ -18,7 +18,7 @@ from lipcert.surgery._heads import heads_of, sizes_of
 from lipcert.surgery._initial import initialise_attention
 from lipcert.surgery._linear import LipConv2d, LipLinear
 from lipcert.surgery._projections import PROJECTIONS
-from lipcert.surgery._table import ATTENTIONS, NORMS, attention_reason, class_name, norm_reason
+from lipcert.surgery._table import ATTENTIONS, attention_reason, class_name, norm_kind, norm_reason
 
 Attention = Literal["l2", "keep"]
 Norm = Literal["keep", "project", "smooth", "lofast"]
@@ -152,7 +152,7 @@ def plan(
         reason = attention_reason(module) if attention == "l2" else None
         if reason is None and norm != "keep":
             reason = norm_reason(module)
-            if reason == "" and _form(module) not in PROJECTIONS[norm]:
+            if reason == "" and norm_kind(module)[0] not in PROJECTIONS[norm]:
                 reason = f"{norm} projects tokens, not groups of channels"
         if reason:
             kept.append(Kept(path, type(module).__name__, reason))
@@ -202,7 +202,7 @@ def _distance_attention(old: Any) -> L2Attention:
 
 
 def _projection(norm: Any, kind: Norm, device: torch.device) -> nn.Module:
-    how = NORMS[class_name(norm)]
+    form, first = norm_kind(norm)
     weight, bias = norm.weight, getattr(norm, "bias", None)
     reference = weight if weight is not None else torch.empty(0, device=device)
     arguments: dict[str, Any] = {
@@ -210,22 +210,16 @@ def _projection(norm: Any, kind: Norm, device: torch.device) -> nn.Module:
         "device": reference.device,
         "dtype": reference.dtype,
     }
-    projection: Any = PROJECTIONS[kind][_form(norm)]
-    if how == "group":
+    projection: Any = PROJECTIONS[kind][form]
+    if form == "group":
         new = projection(norm.num_channels, groups=norm.num_groups, **arguments)
     else:
-        new = projection(norm.normalized_shape[0], channels_first=how.endswith("channels"), **arguments)
+        new = projection(norm.normalized_shape[0], channels_first=first, **arguments)
     if weight is not None:
         new.weight.data.copy_(weight)
     if new.bias is not None:
         new.bias.data.copy_(norm.bias)
     return new.train(norm.training)
-
-
-def _form(norm: nn.Module) -> str:
-    """How a projection takes the place of a normalisation, as in ``PROJECTIONS``."""
-    how = NORMS[class_name(norm)]
-    return "rms" if how.startswith("rms") else "group" if how == "group" else ""
 
 
 def _before_attention(parent: nn.Module, name: str) -> bool:

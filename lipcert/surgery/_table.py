@@ -42,6 +42,12 @@ class Replacement:
     channel_last_heads: bool = False
 
 
+def _named(classes: str) -> set[str]:
+    """The full names of classes, given as "module: class class; module: class"."""
+    modules = (part.split(": ") for part in classes.split("; "))
+    return {f"{module}.{name}" for module, names in modules for name in names.split()}
+
+
 def _set(
     packing: str = "qkv", bias: Callable[[Any], nn.Module | None] | None = None, last: bool = False, **fixed: Any
 ) -> Replacement:
@@ -134,131 +140,108 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_global": ("queries come from a summary of the whole image", (False,)),
 }
 
-_CHANNELS = "attends among channels: there is no pair of tokens with a distance"
-_OTHER_TOKENS = "keys come from pooled or convolved tokens, and a distance needs queries and keys from the same ones"
-_LEARNED = "queries are learned and not tokens, and distances to fixed points have no Lipschitz constant"
-_LINEAR = "linear attention: no softmax over pairs of tokens"
-_GATE = "a gate, not attention among tokens"
-_TALKING = "mixes the logits of different heads (talking heads)"
-
 KEPT: dict[str, str] = {
-    "timm.models.cait.TalkingHeadAttn": _TALKING,
-    "timm.models.efficientformer_v2.Attention2d": _TALKING,
-    "timm.models.efficientformer_v2.Attention2dDownsample": _TALKING,
-    "timm.models.xcit.XCA": _CHANNELS,
-    "timm.models.edgenext.CrossCovarianceAttn": _CHANNELS,
-    "timm.models.davit.ChannelAttention": _CHANNELS,
-    "timm.models.davit.ChannelAttentionV2": _CHANNELS,
-    "timm.models.pvt_v2.Attention": _OTHER_TOKENS,
-    "timm.models.twins.GlobalSubSampleAttn": _OTHER_TOKENS,
-    "timm.models.mvitv2.MultiScaleAttention": _OTHER_TOKENS,
-    "timm.models.mvitv2.MultiScaleAttentionPoolFirst": _OTHER_TOKENS,
-    "timm.models.nextvit.EfficientAttention": _OTHER_TOKENS,
-    "timm.models.lowformer.ConvAttention": _OTHER_TOKENS,
-    "timm.models.cpubone.ConvAttention": _OTHER_TOKENS,
-    "timm.models.levit.AttentionDownsample": _OTHER_TOKENS,
-    "timm.layers.attention2d.MultiQueryAttentionV2": _OTHER_TOKENS,
-    "timm.layers.attention2d.MultiQueryAttention2d": _OTHER_TOKENS,
-    "timm.models.convit.GPSA": "mixes its softmax with one of the positions, and divides by the sum",
-    "timm.models.iformer.SHMA": "a gate computed from the tokens multiplies its result",
-    "timm.models.shvit.SHSA": "answers for a part of the channels, and its maps end in batch norms",
-    "timm.models.vision_transformer.ParallelScalingBlock": "one map makes queries, keys, values and the MLP's units",
-    "timm.models.vision_transformer.DiffParallelScalingBlock": "the difference of two softmaxes",
-    "timm.models.efficientvim.HSMSSD": "a state space, not attention among tokens",
-    "timm.models.levit.Attention": "an activation stands before the output projection, and its maps end in batch norms",
-    "timm.models.tiny_vit.Attention": "normalises its own input",
-    "timm.models.efficientvit_msra.CascadedGroupAttention": "its heads run in turn, each on the last one's result",
-    "timm.models.gemma4_vit.Gemma4Attention": "normalises its values",
-    "timm.layers.diff_attention.DiffAttention": "the difference of two softmaxes",
-    "timm.layers.attention_pool.AttentionPoolLatent": _LEARNED,
-    "timm.layers.attention_pool.AttentionPoolPrr": _LEARNED,
-    "timm.layers.attention_pool2d.AttentionPool2d": "the query is the mean of the tokens",
-    "timm.layers.attention_pool2d.RotAttentionPool2d": "the query is the mean of the tokens",
-    "timm.models.volo.OutlookAttention": "weights come from one token, not from pairs",
-    "timm.models.nextvit.ConvAttention": "a convolution, not attention among tokens",
-    "timm.models.mobilevit.LinearSelfAttention": _LINEAR,
-    "timm.models.coat.FactorAttnConvRelPosEnc": _LINEAR,
-    "timm.models.swiftformer.EfficientAdditiveAttention": _LINEAR,
-    "timm.models.efficientvit_mit.LiteMLA": _LINEAR,
-    "timm.layers.bottleneck_attn.BottleneckAttn": _QUERY_BIAS,
-    "timm.layers.halo_attn.HaloAttn": _QUERY_BIAS,
-    "timm.layers.non_local_attn.NonLocalAttn": "without a softmax over pairs of tokens, or with maps that end in norms",
-    "timm.layers.non_local_attn.BatNonLocalAttn": "bilinear attention: products of two softmaxes",
-    "timm.layers.non_local_attn.BilinearAttnTransform": "bilinear attention: products of two softmaxes",
-    "timm.layers.lambda_layer.LambdaLayer": "keys are normalised over the tokens, and there is no pair of tokens",
-    "timm.layers.cbam.ChannelAttn": _GATE,
-    "timm.layers.cbam.LightChannelAttn": _GATE,
-    "timm.layers.cbam.SpatialAttn": _GATE,
-    "timm.layers.cbam.LightSpatialAttn": _GATE,
-    "timm.layers.coord_attn.CoordAttn": _GATE,
-    "timm.layers.coord_attn.SimpleCoordAttn": _GATE,
-    "timm.layers.coord_attn.EfficientLocalAttn": _GATE,
-    "timm.layers.coord_attn.StripAttn": _GATE,
-    "timm.layers.split_attn.SplitAttn": _GATE,
-    "timm.layers.selective_kernel.SelectiveKernelAttn": _GATE,
-    "timm.layers.global_context.GlobalContext": _GATE,
-    "timm.models.csatv2.SpatialAttention": _GATE,
-    "timm.models._efficientnet_blocks.MobileAttention": "a block around attention with pooled keys",
-    "torch.nn.modules.activation.MultiheadAttention": "queries, keys and values may be different tokens",
+    name: reason
+    for reason, classes in {
+        "mixes the logits of different heads (talking heads)": (
+            "timm.models.cait: TalkingHeadAttn; timm.models.efficientformer_v2: Attention2d Attention2dDownsample"
+        ),
+        "attends among channels: there is no pair of tokens with a distance": (
+            "timm.models.xcit: XCA; timm.models.edgenext: CrossCovarianceAttn; timm.models.davit: "
+            "ChannelAttention ChannelAttentionV2"
+        ),
+        "keys come from pooled or convolved tokens, and a distance needs queries and keys from the same ones": (
+            "timm.models.pvt_v2: Attention; timm.models.twins: GlobalSubSampleAttn; timm.models.mvitv2: "
+            "MultiScaleAttention MultiScaleAttentionPoolFirst; timm.models.nextvit: EfficientAttention; "
+            "timm.models.lowformer: ConvAttention; timm.models.cpubone: ConvAttention; timm.models.levit: "
+            "AttentionDownsample; timm.layers.attention2d: MultiQueryAttentionV2 MultiQueryAttention2d"
+        ),
+        "mixes its softmax with one of the positions, and divides by the sum": "timm.models.convit: GPSA",
+        "a gate computed from the tokens multiplies its result": "timm.models.iformer: SHMA",
+        "answers for a part of the channels, and its maps end in batch norms": "timm.models.shvit: SHSA",
+        "one map makes queries, keys, values and the MLP's units": (
+            "timm.models.vision_transformer: ParallelScalingBlock"
+        ),
+        "the difference of two softmaxes": (
+            "timm.models.vision_transformer: DiffParallelScalingBlock; timm.layers.diff_attention: DiffAttention"
+        ),
+        "a state space, not attention among tokens": "timm.models.efficientvim: HSMSSD",
+        "an activation stands before the output projection, and its maps end in batch norms": (
+            "timm.models.levit: Attention"
+        ),
+        "normalises its own input": "timm.models.tiny_vit: Attention",
+        "its heads run in turn, each on the last one's result": "timm.models.efficientvit_msra: CascadedGroupAttention",
+        "normalises its values": "timm.models.gemma4_vit: Gemma4Attention",
+        "queries are learned and not tokens, and distances to fixed points have no Lipschitz constant": (
+            "timm.layers.attention_pool: AttentionPoolLatent AttentionPoolPrr"
+        ),
+        "the query is the mean of the tokens": "timm.layers.attention_pool2d: AttentionPool2d RotAttentionPool2d",
+        "weights come from one token, not from pairs": "timm.models.volo: OutlookAttention",
+        "a convolution, not attention among tokens": "timm.models.nextvit: ConvAttention",
+        "linear attention: no softmax over pairs of tokens": (
+            "timm.models.mobilevit: LinearSelfAttention; timm.models.coat: FactorAttnConvRelPosEnc; "
+            "timm.models.swiftformer: EfficientAdditiveAttention; timm.models.efficientvit_mit: LiteMLA"
+        ),
+        _QUERY_BIAS: "timm.layers.bottleneck_attn: BottleneckAttn; timm.layers.halo_attn: HaloAttn",
+        "without a softmax over pairs of tokens, or with maps that end in norms": (
+            "timm.layers.non_local_attn: NonLocalAttn"
+        ),
+        "bilinear attention: products of two softmaxes": (
+            "timm.layers.non_local_attn: BatNonLocalAttn BilinearAttnTransform"
+        ),
+        "keys are normalised over the tokens, and there is no pair of tokens": "timm.layers.lambda_layer: LambdaLayer",
+        "a gate, not attention among tokens": (
+            "timm.layers.cbam: ChannelAttn LightChannelAttn SpatialAttn LightSpatialAttn; timm.layers.coord_attn: "
+            "CoordAttn SimpleCoordAttn EfficientLocalAttn StripAttn; timm.layers.split_attn: SplitAttn; "
+            "timm.layers.selective_kernel: SelectiveKernelAttn; timm.layers.global_context: GlobalContext; "
+            "timm.models.csatv2: SpatialAttention"
+        ),
+        "a block around attention with pooled keys": "timm.models._efficientnet_blocks: MobileAttention",
+        "queries, keys and values may be different tokens": "torch.nn.modules.activation: MultiheadAttention",
+    }.items()
+    for name in _named(classes)
 }
 
-# Normalisations, with the axis and centring of the projection that replaces them. "rms" does not centre; "group"
-# projects groups of channels. An activation that is part of the class runs after the projection.
-NORMS: dict[str, str] = {
-    "torch.nn.modules.normalization.LayerNorm": "tokens",
-    "timm.layers.norm.LayerNorm": "tokens",
-    "timm.layers.norm.LayerNormFp32": "tokens",
-    "timm.layers.norm.LayerNorm2d": "channels",
-    "timm.layers.norm.LayerNorm2dFp32": "channels",
-    "timm.layers.norm.LayerNormExp2d": "channels",
-    "torch.nn.modules.normalization.RMSNorm": "rms tokens",
-    "timm.layers.norm.RmsNorm": "rms tokens",
-    "timm.layers.norm.RmsNormFp32": "rms tokens",
-    "timm.layers.norm.RmsNorm2d": "rms channels",
-    "timm.layers.norm.RmsNorm2dFp32": "rms channels",
-    "torch.nn.modules.normalization.GroupNorm": "group",
-    "timm.layers.norm.GroupNorm": "group",
-    "timm.layers.norm.GroupNorm1": "group",
-    "timm.models.metaformer.LayerNormNoBias": "tokens",
-    "timm.models.metaformer.LayerNorm2dNoBias": "channels",
-    "timm.models.metaformer.GroupNorm1NoBias": "group",
-    "timm.layers.norm_act.LayerNormAct": "tokens",
-    "timm.layers.norm_act.LayerNormActFp32": "tokens",
-    "timm.layers.norm_act.LayerNormAct2d": "channels",
-    "timm.layers.norm_act.LayerNormAct2dFp32": "channels",
-    "timm.layers.norm_act.RmsNormAct": "rms tokens",
-    "timm.layers.norm_act.RmsNormActFp32": "rms tokens",
-    "timm.layers.norm_act.RmsNormAct2d": "rms channels",
-    "timm.layers.norm_act.RmsNormAct2dFp32": "rms channels",
-    "timm.layers.norm_act.GroupNormAct": "group",
-    "timm.layers.norm_act.GroupNorm1Act": "group",
-}
-
-_DEVIATION = "divides by the deviation from a mean that it does not subtract"
-_EVOLVED = "a gate over a deviation, not a normalisation alone"
-_EVO_NORMS = ("B0", "B1", "B2", "S0", "S0a", "S1", "S1a", "S2", "S2a")
+# Normalisations that a projection replaces; :func:`norm_kind` reads the kind off the name. An activation that is part
+# of the class runs after the projection.
+NORMS = _named(
+    "torch.nn.modules.normalization: LayerNorm RMSNorm GroupNorm; timm.layers.norm: LayerNorm LayerNormFp32 "
+    "LayerNorm2d LayerNorm2dFp32 LayerNormExp2d RmsNorm RmsNormFp32 RmsNorm2d RmsNorm2dFp32 GroupNorm "
+    "GroupNorm1; timm.models.metaformer: LayerNormNoBias LayerNorm2dNoBias GroupNorm1NoBias; "
+    "timm.layers.norm_act: LayerNormAct LayerNormActFp32 LayerNormAct2d LayerNormAct2dFp32 RmsNormAct "
+    "RmsNormActFp32 RmsNormAct2d RmsNormAct2dFp32 GroupNormAct GroupNorm1Act"
+)
 
 KEPT_NORMS: dict[str, str] = {
-    "timm.layers.grn.GlobalResponseNorm": "a gate: each channel is multiplied by its share of the image",
-    "timm.layers.norm.SimpleNorm": _DEVIATION,
-    "timm.layers.norm.SimpleNormFp32": _DEVIATION,
-    "timm.layers.norm.SimpleNorm2d": _DEVIATION,
-    "timm.layers.norm.SimpleNorm2dFp32": _DEVIATION,
-    **{f"timm.layers.evo_norm.EvoNorm2d{kind}": _EVOLVED for kind in _EVO_NORMS},
-    "timm.layers.filter_response_norm.FilterResponseNormTlu2d": "normalises every channel by itself, with no mean",
-    "timm.layers.filter_response_norm.FilterResponseNormAct2d": "normalises every channel by itself, with no mean",
+    name: reason
+    for reason, classes in {
+        "a gate: each channel is multiplied by its share of the image": "timm.layers.grn: GlobalResponseNorm",
+        "divides by the deviation from a mean that it does not subtract": (
+            "timm.layers.norm: SimpleNorm SimpleNormFp32 SimpleNorm2d SimpleNorm2dFp32"
+        ),
+        "a gate over a deviation, not a normalisation alone": (
+            "timm.layers.evo_norm: EvoNorm2dB0 EvoNorm2dB1 EvoNorm2dB2 EvoNorm2dS0 EvoNorm2dS0a EvoNorm2dS1 "
+            "EvoNorm2dS1a EvoNorm2dS2 EvoNorm2dS2a"
+        ),
+        "normalises every channel by itself, with no mean": (
+            "timm.layers.filter_response_norm: FilterResponseNormTlu2d FilterResponseNormAct2d"
+        ),
+    }.items()
+    for name in _named(classes)
 }
 
 # These modules need no surgery because they are linear in evaluation mode: bounds fold them into the operator before.
-LINEAR_NORMS = {
-    "torch.nn.modules.batchnorm.BatchNorm1d",
-    "torch.nn.modules.batchnorm.BatchNorm2d",
-    "timm.layers.norm_act.BatchNormAct2d",
-    "timm.layers.norm_act.FrozenBatchNormAct2d",
-    "timm.layers.layer_scale.LayerScale",
-    "timm.layers.layer_scale.LayerScale2d",
-    "timm.models.vision_transformer.LayerScale",
-}
+LINEAR_NORMS = _named(
+    "timm.layers.layer_scale: LayerScale LayerScale2d; timm.layers.norm_act: BatchNormAct2d "
+    "FrozenBatchNormAct2d; timm.models.vision_transformer: LayerScale; torch.nn.modules.batchnorm: BatchNorm1d "
+    "BatchNorm2d"
+)
+
+
+def norm_kind(module: nn.Module) -> tuple[str, bool]:
+    """The kind of projection that replaces a normalisation ("rms" does not centre), and whether channels come first."""
+    name = type(module).__name__.lower()
+    return "rms" if "rms" in name else "group" if "group" in name else "", "2d" in name
 
 
 def class_name(module: nn.Module) -> str:
