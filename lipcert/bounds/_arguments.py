@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer
-from lipcert.graph import SIGNATURES, SYNONYMS, Node
+from lipcert.graph import SIGNATURES, SYNONYMS, Node, run_each
 
 Known = TypeVar("Known")
 
@@ -35,6 +34,14 @@ def named(kwargs: Any) -> dict[str, Any]:
     return renamed
 
 
+def axis_of(node: Node) -> int:
+    """The axis along which an operation runs, its ``dim``, in values with the images in front."""
+    dim = arguments(node).get("dim")
+    if not isinstance(dim, int):
+        raise NoAnswer("not along one dimension")
+    return dim % max(1, len(node.operands[0].shape)) + 1
+
+
 def by_operand(node: Node, entries: Sequence[Known]) -> Callable[[Node], Known]:
     """A function from operand to its entry of ``entries``, which is in the order of ``node.operands``.
 
@@ -47,14 +54,7 @@ def by_operand(node: Node, entries: Sequence[Known]) -> Callable[[Node], Known]:
 
 def replayed(node: Node, *tensors: Tensor) -> Tensor:
     """Evaluates the operation at other values of its operands, image by image."""
-    operands = list(dict.fromkeys(node.operands))
-
-    def replay(*tensors: Tensor) -> Tensor:
-        values = dict(zip(operands, tensors, strict=True))
-        args, kwargs = node.arguments(values.__getitem__)
-        return node.function(*args, **kwargs)
-
-    return torch.vmap(replay)(*tensors)
+    return run_each((node,), dict(zip(dict.fromkeys(node.operands), tensors, strict=True)), (node,))[0]
 
 
 def per_axis(value: Any, dims: int) -> tuple[int, ...]:

@@ -113,37 +113,42 @@ class Way:
         return norms
 
 
+@dataclass(eq=False, repr=False)
 class State:
     """Box and local constant of one value for all images; see the module docstring.
 
-    Args:
+    Attributes:
         walk: the walk that computes it.
         node: the operation.
         up, down: the box, as distances from the nominal value.
         sources: the values that it is computed from.
-        way: a bound on its deviation by that of an earlier value.
+        whole_way: a bound on its deviation by that of an earlier value.
         open: whether its entries are those of the way, so that further weights can be added to it.
-        constant: computes another bound on K; called at most once, and only if needed.
+        bounded: computes another bound on K; called at most once, and only if needed.
     """
 
-    def __init__(
-        self,
-        walk: Walk,
-        node: Node,
-        up: Tensor,
-        down: Tensor,
-        sources: Sequence[State] = (),
-        way: Way | None = None,
-        open: bool = True,
-        constant: Callable[[], Tensor] | None = None,
-    ):
-        self.walk, self.node, self.up, self.down = walk, node, up, down
-        self.value = walk.nominal.values[node]
-        self.folded = node in walk.boxes.folded
-        self.sources = (way.base,) if way is not None else tuple(sources)
-        self.whole_way = way
-        self.way = way if open else None
-        self._constant = constant
+    walk: Walk
+    node: Node
+    up: Tensor
+    down: Tensor
+    sources: Sequence[State] = ()
+    whole_way: Way | None = None
+    open: bool = True
+    bounded: Callable[[], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.whole_way is not None:
+            self.sources = (self.whole_way.base,)
+
+    @property
+    def value(self) -> Tensor:
+        """The nominal value, shape (N, ...)."""
+        return self.walk.value(self.node)
+
+    @property
+    def way(self) -> Way | None:
+        """The way to which weights can be added."""
+        return self.whole_way if self.open else None
 
     @property
     def lip(self) -> Upper:
@@ -158,8 +163,8 @@ class State:
         if self.sources:
             shares = torch.stack([source.share for source in self.sources]).amax(0)
             bound = torch.minimum(bound, (shares * most).nan_to_num(nan=math.inf))
-        if self._constant is not None:
-            bound = torch.minimum(bound, self._constant().nan_to_num(nan=math.inf))
+        if self.bounded is not None:
+            bound = torch.minimum(bound, self.bounded().nan_to_num(nan=math.inf))
         if self.whole_way is not None:
             norm = self.whole_way.norm(self.node)
             bound = torch.minimum(bound, (self.whole_way.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
@@ -171,7 +176,7 @@ class State:
         if self.lip == 0:
             return torch.zeros_like(self.walk.eps)
         share = (self.constant / float(self.lip) * INFLATE).nan_to_num(nan=1.0).clamp_max(1.0)
-        if self.folded:
+        if self.node in self.walk.boxes.folded:
             share = torch.stack([share, *(source.share for source in self.sources)]).amax(0)
         return share
 
@@ -216,10 +221,7 @@ class Boxes:
             if value.base is not None
             or (value.origin is not None and (value.origin.kind != "sigmoid" or value in divided))
         }
-        self.cores: dict[Node, Core] = {}
-        for node in self.graph.nodes:
-            if (core := core_of(node)) is not None:
-                self.cores[node] = core
+        self.cores = {node: core for node in self.graph.nodes if (core := core_of(node)) is not None}
 
     def sources(self, node: Node) -> list[Node]:
         """The operands; an operand with several results is replaced by its own operands."""
@@ -270,7 +272,8 @@ class Walk:
         self.states: dict[Node, State] = {}
         for node in boxes.graph.nodes:
             if node is boxes.graph.input:
-                self.states[node] = self._pixels(node)
+                reach = over(eps, self.value(node)).expand_as(self.value(node))
+                self.states[node] = self.result(node, reach, reach)
             elif node in boxes.values:
                 operands = [self.states[source] for source in boxes.sources(node)]
                 answer = RULES[node.op].box or unknown
@@ -286,11 +289,6 @@ class Walk:
             return None
         chosen = self.ledger.only(images.nonzero()[:, 0])
         return chosen.draw(self.boxes.graph.nodes.index(node), delta=self.charge)
-
-    def _pixels(self, node: Node) -> State:
-        value = self.nominal.values[node]
-        reach = over(self.eps, value).expand_as(value)
-        return State(self, node, reach, reach)
 
     def value(self, node: Node) -> Tensor:
         return self.nominal.values[node]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipcert.bounds._registry import Jacobian, NoAnswer, Schur, rule_for
 from lipcert.bounds._remainder import per_image, remainder_of
-from lipcert.graph import Node, run
+from lipcert.graph import Node, run_each
 from lipcert.numerics import UNIT, l2_norm, mapped
 
 Bounds = tuple[Tensor | float, Tensor | float]
@@ -46,14 +46,9 @@ def lengths(value: Tensor) -> Tensor:
 def column_sums(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor:
     """The sums of the Jacobian's columns, shape (N, entries of the operand)."""
     operand = node.operands[place]
-    distinct = list(dict.fromkeys(node.operands))
     source = values[operand].detach().requires_grad_()
-
-    def evaluate(*operands: Tensor) -> Any:
-        return run((node,), dict(zip(distinct, operands, strict=True)))[node]
-
     with torch.enable_grad():
-        result: Tensor = torch.vmap(evaluate)(*(source if o is operand else values[o] for o in distinct))
+        (result,) = run_each((node,), {o: source if o is operand else values[o] for o in node.operands}, (node,))
         (slope,) = torch.autograd.grad(result.sum(), source, allow_unused=True) if result.requires_grad else (None,)
     return per_image(torch.zeros_like(source) if slope is None else slope)
 

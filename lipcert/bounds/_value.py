@@ -191,6 +191,11 @@ class Value:
         return best
 
     @property
+    def last_rows(self) -> Upper | None:
+        """The bound of ``rows``, if that is along the last axis."""
+        return self.rows[1] if self.rows is not None and self.rows[0] == len(self.shape) - 1 else None
+
+    @property
     def lowest(self) -> float:
         """Lower bound on all entries."""
         return self.floor.min().item() if self.floor.numel() else 0.0

@@ -17,6 +17,7 @@ from lipcert.graph._stages import (
     explicit_maxima,
     logits,
     needed,
+    run_each,
     segment,
 )
 from lipcert.graph._trace import ONE_LOGIT, identity_of_code, outputs_of

@@ -263,8 +263,10 @@ class _Recorder:
             if self.computed is not None:
                 self.computed.remember(function, (), {}, outcome)
             return outcome
-        if target is None and (parts := parts_of(op, args, kwargs)) is not None:
-            return self.composed(parts, function, args, kwargs, outcome)
+        if target is None and (parts := parts_of(op)) is not None:
+            composed = self.composed(parts, function, args, kwargs, outcome)
+            if composed is not NotImplemented:
+                return composed
         node_args, node_kwargs = _nodes((args, kwargs))
         function = REPLAYED_AS.get(op, REPLAYED_AS.get(function, function))
         if target is not None:
@@ -300,6 +302,8 @@ class _Recorder:
         """Records a function as its parts; ``outcome`` is the function's own result, which the network reads on."""
         with self.computed or nullcontext():
             result = parts(*args, **kwargs)
+        if result is NotImplemented:
+            return result
         first = outcome if isinstance(outcome, Tensor) else outcome[0]
         if result.tensor.shape != first.shape:
             raise self.refusal(f"arguments of {getattr(parts, '__name__', 'a function')}")

@@ -65,19 +65,25 @@ def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
     return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).transpose(1, 2).reshape(x.shape)
 
 
-def _top(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Tensor:
+def _top(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     """The first k entries in descending order, or in ascending order for the smallest."""
+    if not sorted:
+        return NotImplemented
     return torch.sort(x, dim=dim, descending=largest)[0].narrow(dim, 0, k)
 
 
 def _lp_pool(
     dims: int, x: Tensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
-) -> Tensor:
+) -> Any:
     """ℓp norms of windows for even p. For p = 1 torch takes no absolute values, so that they are sums.
+
+    With another p, roots of negative sums are NaN.
 
     torch squares, averages, multiplies and takes the root one after the other: three roundings more than a norm has.
     Each copy adds one of them to the bound on rounding.
     """
+    if norm_type not in (1, *range(2, 17, 2)) or ceil_mode or not math.prod(x.shape):
+        return NotImplemented
     kernel = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
     if norm_type == 1:
         average: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
@@ -112,9 +118,9 @@ def _move_axes(x: Tensor, source: Any, destination: Any) -> Tensor:
     return x.permute([placed[axis] if axis in placed else next(others) for axis in range(x.dim())])
 
 
-def _threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Tensor:
-    """x above the threshold, and the threshold itself elsewhere."""
-    return x.clamp(min=threshold)
+def _threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Any:
+    """x above the threshold, and the threshold itself elsewhere; with another value it jumps."""
+    return x.clamp(min=threshold) if value == threshold else NotImplemented
 
 
 def _selu(x: Tensor, inplace: bool = False) -> Tensor:
@@ -122,15 +128,14 @@ def _selu(x: Tensor, inplace: bool = False) -> Tensor:
     return F.elu(x, 1.6732632423543772848170429916717) * 1.0507009873554804934193349852946
 
 
-def _celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
-    return F.elu(x / alpha) * alpha
+def _celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """For α ≤ 0 it grows exponentially for x < 0."""
+    return F.elu(x / alpha) * alpha if alpha > 0 else NotImplemented
 
 
-def _rrelu(
-    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
-) -> Tensor:
+def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
     """Outside training the slope is the mean of the limits."""
-    return F.leaky_relu(x, (lower + upper) / 2)
+    return NotImplemented if training else F.leaky_relu(x, (lower + upper) / 2)
 
 
 def _batch_norm(
@@ -142,26 +147,37 @@ def _batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:
-    """With the statistics of a batch of one: group normalisation with one group per channel."""
-    return F.group_norm(x, x.shape[1], weight, bias, eps)
+) -> Any:
+    """With the statistics of a constant, a batch of one, such as a weight: a group of the norm for each channel.
+
+    The statistics of an image would be those of its batch.
+    """
+    own = training and running_mean is None and running_var is None and isinstance(x, Tensor) and len(x) == 1
+    return F.group_norm(x, x.shape[1], weight, bias, eps) if own else NotImplemented
 
 
 def _rsub(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
     return (x.neg() if alpha == 1 else x * -alpha) + other
 
 
-def _addcmul(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Tensor:
-    return x + first * second
+def _addcmul(x: Tensor, first: Tensor, second: Tensor, *, value: float = 1) -> Any:
+    """With a factor, kernels multiply in orders that underflow and overflow differently."""
+    return x + first * second if value == 1 else NotImplemented
 
 
-def _einsum(equation: str, *tensors: Any) -> Tensor:
+def _einsum(equation: str, *tensors: Any) -> Any:
     """A batch of matrix products: axes in both factors are batch axes if the result has them, else summed over.
 
     An axis of size 1 in one factor is repeated if it is longer in the other, as in torch.
     """
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return NotImplemented
     inputs, _, output = equation.replace(" ", "").partition("->")
-    factors = list(zip(inputs.split(","), tensors[0] if len(tensors) == 1 else tensors, strict=True))
+    terms = inputs.split(",")
+    distinct = all(len(set(term)) == len(term) for term in (*terms, output))
+    if len(terms) != 2 or not distinct or not set(terms[0]) ^ set(terms[1]) <= set(output):
+        return NotImplemented
+    factors = list(zip(terms, tensors[0] if len(tensors) == 1 else tensors, strict=True))
     if isinstance(factors[0][1], Tensor):  # rules know more of a constant on the right
         factors.reverse()
     (a, x), (b, y) = factors
@@ -188,7 +204,8 @@ def _einsum(equation: str, *tensors: Any) -> Tensor:
     return product if order == sorted(order) else product.permute(order)
 
 
-_PARTS: dict[str, Callable[..., Tensor]] = {
+# Each gives NotImplemented where the function is recorded as one operation.
+_PARTS: dict[str, Callable[..., Any]] = {
     "rsub": _rsub,
     "addcmul": _addcmul,
     "einsum": _einsum,
@@ -228,49 +245,6 @@ def _opened(function: Any) -> Callable[..., Any]:
     return opened
 
 
-def parts_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Tensor] | None:
-    """The function as a composition of other operations; None if it is recorded as one operation."""
-    parts = _PARTS.get(op) if isinstance(op, str) else None
-    if parts is None or (op.startswith("lp_pool") and not _has_parts(*args, **kwargs)):
-        return None
-    if (op == "threshold" and _jumps(*args, **kwargs)) or (op == "celu" and _grows(*args, **kwargs)):
-        return None
-    if op == "batch_norm" and not _of_a_batch_of_one(*args, **kwargs):
-        return None
-    if (op == "einsum" and not _is_product(*args)) or (op == "addcmul" and kwargs.get("value", 1) != 1):
-        return None  # with a factor, kernels multiply in orders that underflow and overflow differently
-    if op == "rrelu" and (kwargs.get("training") or args[3:4] == (True,)):
-        return None
-    return None if op == "topk" and (kwargs.get("sorted") is False or args[4:5] == (False,)) else parts
-
-
-def _is_product(equation: Any, *tensors: Any) -> bool:
-    """Whether an einsum multiplies two tensors and sums over axes of both; :func:`_einsum` says how."""
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        return False
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    distinct = all(len(set(term)) == len(term) for term in (*terms, output))
-    return len(terms) == 2 and distinct and set(terms[0]) ^ set(terms[1]) <= set(output)
-
-
-def _of_a_batch_of_one(x: Any, mean: Any, variance: Any, *more: Any, training: bool = False, **named: Any) -> bool:
-    """Whether these are statistics of a constant, such as a weight: those of an image would be those of its batch."""
-    own = mean is None and variance is None and (training or more[2:3] == (True,))
-    return own and isinstance(x, Tensor) and len(x) == 1
-
-
-def _grows(x: Any, alpha: float = 1.0, *more: Any, **named: Any) -> bool:
-    """Whether celu is not α elu(x/α), but grows exponentially for x < 0."""
-    return not alpha > 0
-
-
-def _jumps(x: Any, threshold: Any = None, value: Any = None, *more: Any, **named: Any) -> bool:
-    return threshold is None or threshold != value
-
-
-def _has_parts(
-    x: Any, norm_type: Any, kernel_size: Any = None, stride: Any = None, ceil_mode: bool = False, **more: Any
-) -> bool:
-    """Whether a pooling is a sum or a norm: with another p, roots of negative sums are NaN."""
-    return (norm_type == 1 or norm_type in range(2, 17, 2)) and not ceil_mode and not more and math.prod(x.shape) > 0
+def parts_of(op: Any) -> Callable[..., Any] | None:
+    """The function as a composition of other operations; None if there is none."""
+    return _PARTS.get(op) if isinstance(op, str) else None

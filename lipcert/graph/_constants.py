@@ -61,11 +61,15 @@ class Constants(TorchFunctionMode):
         writes = list(map(write_count, first))
         call = spelled_out(function, *self.sources((args, kwargs)))
         outcome = function(*args, **kwargs)
-        if list(map(write_count, first)) != writes:
-            self.remember(*call, first[0], written=True)
-        elif (parts := parts_of(canonical(function), args, kwargs)) is not None and isinstance(outcome, Tensor):
+        written = list(map(write_count, first)) != writes
+        made = NotImplemented
+        if not written and isinstance(outcome, Tensor) and (parts := parts_of(canonical(function))) is not None:
             with self:
-                self.same(outcome, parts(*args, **kwargs))
+                made = parts(*args, **kwargs)
+        if made is not NotImplemented:
+            self.same(outcome, made)
+        elif written:
+            self.remember(*call, first[0], written=True)
         elif not any(outcome is tensor for tensor in given):
             self.remember(*call, outcome)
         return outcome

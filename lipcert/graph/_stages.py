@@ -218,6 +218,16 @@ def evaluate(
     return {graph.input: images, **dict(zip(asked, results, strict=True))}
 
 
+def run_each(nodes: Sequence[Node], given: Mapping[Node, Tensor], targets: Sequence[Node]) -> list[Tensor]:
+    """The values of ``targets`` at N images, each alone under ``torch.vmap``, from those of other nodes."""
+
+    def one(*values: Tensor) -> tuple[Tensor, ...]:
+        computed = run(nodes, dict(zip(given, values, strict=True)))
+        return tuple(computed[target] for target in targets)
+
+    return list(torch.vmap(one)(*given.values()))
+
+
 # The largest number of entries of one value in a call: on a CPU it stays in the cache, on a GPU it fills all cores.
 _ENTRIES_OF_A_CALL = {"cpu": 2**18, "cuda": 2**25}
 
@@ -277,12 +287,5 @@ class Replay:
         """Evaluates the targets for a value of ``source``; nodes independent of it keep their nominal values."""
         path = self.between(source, targets) if path is None else path
         inside = {source, *path}
-        outside = list(dict.fromkeys(operand for node in path for operand in node.operands if operand not in inside))
-
-        def replayed(image: Tensor, *fixed: Tensor) -> tuple[Tensor, ...]:
-            computed: dict[Node, Any] = dict(zip(outside, fixed, strict=True))
-            computed[source] = image
-            run(path, computed)
-            return tuple(computed[target] for target in targets)
-
-        return list(torch.vmap(replayed)(value, *(values[node] for node in outside)))
+        outside = (operand for node in path for operand in node.operands if operand not in inside)
+        return run_each(path, {source: value, **{node: values[node] for node in outside}}, targets)

@@ -39,6 +39,7 @@ from lipcert.bounds.forms._patterns import (
     larger,
     max_min,
     plain,
+    single,
     unshifted,
 )
 from lipcert.bounds.forms._reflections import reflected
@@ -316,11 +317,7 @@ class Finder:
                     continue
                 if fact.x.operands == above.operands and fact.e == (-1 if node.op == "mul" else 1):
                     inside = frozenset((above, below)) | fact.through
-                    (axis,) = fact.axes
-
-                    def build(emit: Emit, reads: Sequence[Node], axis: int = axis) -> Node:
-                        return emit("softmax", torch.softmax, (reads[0], axis), {}, node.shape)
-
+                    build = single("softmax", torch.softmax, node.shape, *fact.axes)
                     yield Match("softmax", node, above.operands[:1], inside, build)
 
 
@@ -392,12 +389,7 @@ def _activated(x: Node, linear: Fraction, function: Function) -> ScaledActivatio
 def _activation(node: Node, fact: ScaledActivation) -> Match:
     kwargs = {"approximate": "tanh"} if fact.name == "gelu_tanh" else {}
     name, function = ("silu", F.silu) if fact.name == "silu" else ("gelu", F.gelu)
-    inside = fact.through - {node, fact.x}
-
-    def build(emit: Emit, reads: Sequence[Node]) -> Node:
-        return emit(name, function, (reads[0],), kwargs, node.shape)
-
-    return Match(name, node, (fact.x,), inside, build)
+    return Match(name, node, (fact.x,), fact.through - {node, fact.x}, single(name, function, node.shape, **kwargs))
 
 
 def _to_the_end(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Any, Any] | None:

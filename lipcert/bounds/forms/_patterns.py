@@ -35,6 +35,13 @@ class Match:
     build: Callable[[Emit, Sequence[Node]], Node]
 
 
+def single(
+    name: Any, function: Any, shape: tuple[int, ...], *more: Any, **named: Any
+) -> Callable[[Emit, Sequence[Node]], Node]:
+    """Emits one operation, with further arguments after its operands."""
+    return lambda emit, reads: emit(name, function, (*reads, *more), named, shape)
+
+
 def arguments_by_name(node: Node) -> dict[str, Any]:
     """The arguments by name; only the operand of operations that move entries."""
     if node.op in ("reshape", "getitem", "expand", "identity"):
@@ -66,11 +73,7 @@ def larger(node: Node) -> Iterator[Match]:
         if a.shape != node.shape or b.shape != node.shape or term is not (b if node.op == "add" else a):
             continue
         name, function = ("maximum", torch.maximum) if node.op == "add" else ("minimum", torch.minimum)
-
-        def build(emit: Emit, reads: Sequence[Node], name: str = name, function: Any = function) -> Node:
-            return emit(name, function, tuple(reads), {}, node.shape)
-
-        yield Match(name, node, (a, b), frozenset((rectified, difference)), build)
+        yield Match(name, node, (a, b), frozenset((rectified, difference)), single(name, function, node.shape))
 
 
 def _relu_of(node: Node) -> Node | None:
@@ -99,13 +102,7 @@ def max_min(node: Node) -> Iterator[Match]:
     x = next((x for x, _ in halves[0]), node)
     if not axis or not halves[0] == halves[1] == {(x, 0), (x, 1)} or x.shape != node.shape:
         return
-    module = MaxMin(axis)
-    inside = frozenset((high, low)) | sources
-
-    def build(emit: Emit, reads: Sequence[Node]) -> Node:
-        return emit(MaxMin, module, (reads[0],), {}, node.shape)
-
-    yield Match(MaxMin, node, (x,), inside, build)
+    yield Match(MaxMin, node, (x,), frozenset((high, low)) | sources, single(MaxMin, MaxMin(axis), node.shape))
 
 
 def half_of(node: Node, axis: int) -> tuple[Node, int] | None:
@@ -146,11 +143,7 @@ def unshifted(node: Node) -> Iterator[Match]:
     from_end = len(node.shape) - dim % len(node.shape)  # index of the axis, counted from the end
     constant = len(shape) < from_end or shape[-from_end] == 1
     if isinstance(x, Node) and isinstance(c, Node) and x.shape == z.shape and x.dtype == z.dtype and constant:
-
-        def build(emit: Emit, reads: Sequence[Node]) -> Node:
-            return emit("softmax", torch.softmax, (reads[0], dim), {}, node.shape)
-
-        yield Match("softmax", node, (x,), frozenset((z,)), build)
+        yield Match("softmax", node, (x,), frozenset((z,)), single("softmax", torch.softmax, node.shape, dim))
 
 
 def attention(node: Node) -> Iterator[Match]:

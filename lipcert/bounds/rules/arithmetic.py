@@ -133,11 +133,8 @@ def _sum(call: Call, x: Value, y: Value, alpha: float) -> Value:
     magnitude = x.magnitude + y.magnitude * abs(alpha)
     if x.shape == y.shape and alpha == 1:
         for straight, branch in ((x, y), (y, x)):
-            if (
-                branch.base is straight
-                and branch.map is not None
-                and (folded := branch.map.plus_identity()) is not None
-            ):
+            folded = branch.map.plus_identity() if branch.map is not None and branch.base is straight else None
+            if folded is not None:
                 return Value(call.shape, magnitude=magnitude, base=straight, map=folded)
     rows = None
     if x.shape == y.shape and (x.rows is not None or y.rows is not None):
@@ -151,10 +148,10 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
     """x ± α · constant. A value that is not broadcast keeps its map; the offset changes and is dropped."""
     magnitude = x.magnitude + _size(constant) * abs(alpha)
     rows = None
-    if x.rows is not None and x.rows[0] == len(x.shape) - 1 and isinstance(constant, Tensor) and constant.dim():
+    if x.last_rows is not None and isinstance(constant, Tensor) and constant.dim():
         offset = Value.constant(constant)
         if offset.shape[-1] == x.shape[-1] == call.shape[-1]:
-            rows = (-1, x.rows[1] + offset.row_norm(-1) * abs(alpha))
+            rows = (-1, x.last_rows + offset.row_norm(-1) * abs(alpha))
     if call.shape != x.shape:
         return Value(call.shape, x.lip * _copies(call, x), magnitude=magnitude, rows=rows)
     if x.base is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments
+from lipcert.bounds._arguments import axis_of
 from lipcert.bounds._jacobian import Bounds, gamma
 from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
 from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, largest_share, per_image, remainder
@@ -106,20 +106,13 @@ class Softmax(Remainder):
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        self.dim = self._dim(node) + 1
+        self.dim = axis_of(node)
         self.p, self.odds = result, _odds(result, self.dim)
-
-    @staticmethod
-    def _dim(node: Node) -> int:
-        dim = arguments(node).get("dim")
-        if dim is None:
-            raise NoAnswer("softmax without dim")
-        return int(dim) % len(node.shape)
 
     @classmethod
     def block(cls, node: Node) -> int:
         """The length of a row, if its entries are consecutive."""
-        return node.shape[-1] if cls._dim(node) == len(node.shape) - 1 else 0
+        return node.shape[-1] if axis_of(node) == len(node.shape) else 0
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         grown = _grown(rho[-1], *self.odds)
@@ -171,7 +164,7 @@ def softmax_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tenso
     [[p₁(1 − p₁), −p₁‖q‖], [−p₁‖q‖, p₂ − ‖q‖²]] in an orthonormal basis, and is p₂ on the orthogonal complement. The
     entries of p have relative errors below 1e-10.
     """
-    p = values[node].movedim(int(arguments(node)["dim"]) % len(node.shape) + 1, -1)
+    p = values[node].movedim(axis_of(node), -1)
     if p.shape[-1] < 2:
         return p.new_zeros(len(p), dtype=torch.float64)
     largest, place_of = p.max(-1, keepdim=True)
@@ -185,7 +178,7 @@ def softmax_norm(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tenso
 @jacobian("softmax", norm=softmax_norm)
 def softmax_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """|diag(p) − ppᵀ| has row and column sums 2p_i(1 − p_i) ≤ ½."""
-    return 0.5, 2 * gamma(2 * node.shape[arguments(node)["dim"]])
+    return 0.5, 2 * gamma(2 * node.shape[axis_of(node) - 1])
 
 
 @rounding("softmax")
@@ -199,11 +192,7 @@ def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     operation, the second is that of the format, to which P may be cast before it multiplies the values. If a row
     deviates by w, p_i grows by a factor of at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are exactly 0.
     """
-    args = arguments(node)
-    if args.get("dim") is None:
-        raise NoAnswer("softmax without dim")
-    axis = args["dim"] % len(node.shape) + 1
-    x = operands[0]
+    axis, x = axis_of(node), operands[0]
     masked = x.nominal == -math.inf
     length = x.nominal.shape[axis]
     size = torch.where(masked, 0.0, x.most).amax(axis, keepdim=True)
@@ -233,12 +222,8 @@ class LogSumExp(Remainder):
     """
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        args = arguments(node)
-        dim = args.get("dim")
-        if not isinstance(dim, int):
-            raise NoAnswer("several dimensions")
-        axis = dim % len(node.operands[0].shape) + 1
-        self.odds = _odds(operands[0].softmax(axis), axis)
+        self.axis = axis_of(node)
+        self.odds = _odds(operands[0].softmax(self.axis), self.axis)
 
     def _kappa(self, rho: Tensor) -> Tensor:
         return _grown(rho, *self.odds).clamp_max(0.5)

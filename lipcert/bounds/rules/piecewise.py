@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments
-from lipcert.bounds._box import State, Walk, monotone
+from lipcert.bounds._arguments import arguments, axis_of
 from lipcert.bounds._jacobian import Bounds, gamma, selecting
 from lipcert.bounds._kinks import Kinked
-from lipcert.bounds._registry import Call, NoAnswer, box, jacobian, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
 from lipcert.bounds._remainder import Against, per_image, remainder
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
@@ -35,13 +34,6 @@ def sort(call: Call, x: Value, dim: int = -1, descending: bool = False, stable: 
     """
     axis = dim % max(1, len(x.shape))
     return x.like(call.shape, x.lip, axis if x.rows is not None and x.rows[0] == axis else None)
-
-
-@box("sort")
-def sort_box(walk: Walk, node: Node, x: State) -> State:
-    """The k-th smallest entry does not decrease if any entry increases, so its bounds are its values at the ends."""
-    up, down, _, _ = monotone(walk, node, x)
-    return walk.result(node, up, down, (x,))
 
 
 @remainder("sort")
@@ -100,7 +92,6 @@ class LogSoftmax(LogSumExp):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        self.axis = int(arguments(node)["dim"]) % len(node.shape) + 1
         self.root = math.sqrt(result.shape[self.axis])
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
@@ -114,7 +105,7 @@ class LogSoftmax(LogSumExp):
 @jacobian("log_softmax")
 def log_softmax_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """|I − 1pᵀ| has norm at most 1 + √n‖p‖ ≤ 1 + √n. p = exp(result), see :func:`.attention.logsumexp_jacobian`."""
-    n = node.shape[arguments(node)["dim"]]
+    n = node.shape[axis_of(node) - 1]
     sizes = per_image(values[node]).abs().amax(1) + per_image(values[node.operands[0]]).abs().amax(1)
     return 1 + math.sqrt(n), 4 * gamma(2 * n) * (1 + math.sqrt(n)) * (1 + sizes)
 
@@ -127,11 +118,7 @@ def log_softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -
     at least 1, so its logarithm, at most log n, has that absolute error and that of the function. Three roundings of
     results of at most 2 max|x| + log n follow.
     """
-    args = arguments(node)
-    if args.get("dim") is None:
-        raise NoAnswer("log_softmax without dim")
-    axis = args["dim"] % len(node.shape) + 1
-    x = operands[0]
+    axis, x = axis_of(node), operands[0]
     size = x.most.amax(axis, keepdim=True)
     length = x.nominal.shape[axis]
     loss = 8 * fmt.sum_unit * size + 9 * (length + 1) * fmt.sum_unit

@@ -250,9 +250,12 @@ def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     return Value(call.shape, x.lip, magnitude=x.magnitude, floor=x.lowest)
 
 
-@box("max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin")
-def extreme_box(walk: Walk, node: Node, x: State) -> State:
-    """The maximum is non-decreasing in every entry, so its bounds are its values at the ends of the box."""
+@box(
+    "max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin",
+    "sort",
+)  # fmt: skip
+def ordered_box(walk: Walk, node: Node, x: State) -> State:
+    """The k-th largest entry is non-decreasing in every entry, so its bounds are its values at the ends of the box."""
     up, down, _, _ = monotone(walk, node, x)
     return walk.result(node, up, down, (x,))
 

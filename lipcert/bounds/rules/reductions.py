@@ -30,12 +30,9 @@ def summed(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     count = math.prod(x.shape) // max(1, math.prod(call.shape))
     root = Upper(count).sqrt()
     factor: Number = root / count if mean else root
-    same_last = (
-        x.rows is not None and x.rows[0] == len(x.shape) - 1 and bool(call.shape) and call.shape[-1] == x.shape[-1]
-    )
     rows = None
-    if same_last and x.rows is not None and x.shape[-1] > 1:
-        rows = (-1, x.rows[1] * (1 if mean else count))
+    if x.last_rows is not None and call.shape and call.shape[-1] == x.shape[-1] > 1:
+        rows = (-1, x.last_rows * (1 if mean else count))
     result = Value(call.shape, x.lip * factor, magnitude=x.magnitude * (1 if mean else count), rows=rows)
     dims = reduced(x, *args, **kwargs)
     least = x.lowest * (1 if mean else count)

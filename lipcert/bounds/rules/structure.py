@@ -194,7 +194,7 @@ def selected(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     numbers = torch.arange(math.prod(x.shape)).reshape(x.shape)
     picked = operation(numbers, *_to_cpu(args), **_to_cpu(kwargs)).reshape(-1)
     uses = int(torch.bincount(picked).max()) if picked.numel() else 1
-    last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and _keeps_rows(operation, args, kwargs, x.shape)
+    last = x.last_rows is not None and _keeps_rows(operation, args, kwargs, x.shape)
     result = x.like(call.shape, x.lip * Upper(uses).sqrt(), len(call.shape) - 1 if last else None)
     if x.floor.numel() > 1:  # one bound for each position on the last axis
         picked_floors = operation(x.floor.expand(x.shape), *_to_cpu(args), **_to_cpu(kwargs))
@@ -354,7 +354,7 @@ def repeat_interleave(call: Call, x: Value, repeats: int | Tensor, dim: int | No
 
 
 def _repeated(call: Call, x: Value, copies: int) -> Value:
-    keeps_rows = x.rows is not None and x.rows[0] == len(x.shape) - 1 and call.shape[-1] == x.shape[-1]
+    keeps_rows = x.last_rows is not None and call.shape[-1] == x.shape[-1]
     return x.like(call.shape, x.lip * Upper(copies).sqrt(), len(call.shape) - 1 if keeps_rows else None)
 
 
@@ -362,8 +362,7 @@ def _repeated(call: Call, x: Value, copies: int) -> Value:
 def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
     """Constant padding adds constant entries: norm 1. The other modes repeat entries: norm √m, with m counted."""
     if mode == "constant":
-        last = tuple(pad[:2]) in ((), (0, 0))
-        same_last = x.rows is not None and x.rows[0] == len(x.shape) - 1 and last and not value
+        same_last = x.last_rows is not None and tuple(pad[:2]) in ((), (0, 0)) and not value
         result = x.like(call.shape, x.lip, len(call.shape) - 1 if same_last else None)
         filling = float(value or 0.0)
         result.magnitude = max(result.magnitude, Upper(abs(filling)))
