@@ -337,7 +337,8 @@ def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
 
 def test_rows_of_softmax_that_move_little_leave_little():
     """Sixteen rows that share a deviation leave a quarter of what one row may, and no less than what is met."""
-    node = Node("softmax", torch.softmax, (None, -1), {}, "", (1, 16, 8))
+    operand = Node("input", lambda: None, (), {}, "", (1, 16, 8))
+    node = Node("softmax", torch.softmax, (operand, -1), {}, "", (1, 16, 8))
     nominal = seeded(1, 1, 16, 8, seed=1)
     rule = REMAINDERS["softmax"](node, [nominal], nominal.softmax(-1))
     rho = torch.full((1,), 0.4, dtype=torch.float64)
