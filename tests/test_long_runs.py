@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,6 +85,32 @@ def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     one, two = rows("1.jsonl"), rows("2.jsonl")
     assert json.dumps(one) == json.dumps(two)
     assert any(row["method"] == "anchored" for row in two)
+
+
+def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(monkeypatch):
+    """An error of reading images, which may occur in a thread of the pool, comes after the batches before it."""
+
+    def read(end):
+        for number in range(40):
+            if number == end:
+                raise InputError("not an image")
+            yield Batch((number,), torch.zeros(1, 1), None)
+
+    def certified(where):
+        time.sleep(0.02)
+        return where, 0.0
+
+    monkeypatch.setattr(_parallel, "_identity", lambda *_: ())
+    monkeypatch.setattr(_parallel, "_timed", lambda *_: certified("here"))
+    monkeypatch.setattr(_parallel, "_certify", lambda given: pickle.dumps(certified("there")))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(_parallel._shared(None, read(None), pool, 2))
+        assert [batch.indices[0] for batch, *_ in found] == [*range(40)]
+        assert {where for _, where, _ in found} == {"here", "there"}
+        indices = []
+        with pytest.raises(InputError, match="not an image"):
+            indices.extend(batch.indices[0] for batch, *_ in _parallel._shared(None, read(20), pool, 2))
+        assert indices == [*range(20)]
 
 
 def test_an_attack_that_contradicts_a_worker_names_the_image():
