@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from decimal import ROUND_FLOOR, Context, Decimal
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +53,11 @@ class _Viewable(Certificates):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows of the images, as :meth:`save` writes them."""
-        return iter(self._rows())
+        return map(dict, self._rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         """The row of image i, with ``radius``, ``certified``, ``predicted`` and the other entries of a result row."""
-        return self._rows()[i]
+        return dict(self._rows[i])
 
     def __repr__(self) -> str:
         certified = int(self.certified.sum())
@@ -76,7 +77,7 @@ class _Viewable(Certificates):
         ]
         lines = [f"<p>{html.escape(repr(self)[1:-1])}</p>", "<table><tr>"]
         lines += [*(f"<th>{name}</th>" for name in columns), "</tr>"]
-        for row in self._rows()[:_SHOWN]:
+        for row in self._rows[:_SHOWN]:
             cells = (_down(row[name]) if name == "radius" else html.escape(str(row[name])) for name in columns)
             lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         hidden = len(self) - _SHOWN
@@ -88,15 +89,17 @@ class _Viewable(Certificates):
             import pandas
         except ImportError as error:
             raise InputError("to_pandas needs pandas: pip install pandas; list(result) needs nothing") from error
-        return pandas.DataFrame(self._rows())
+        return pandas.DataFrame(self._rows)
 
     def save(self, path: str | Path) -> Path:
         """Writes a result file and its summary, as ``lipcert certify --out`` does."""
         with ResultFile(path, self.about) as file:
-            file.absorb(self._rows(), None)
+            file.absorb(self._rows, None)
         return Path(path)
 
+    @cached_property
     def _rows(self) -> list[dict[str, Any]]:
+        """Made once: callers get copies."""
         batch = Batch(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels)
         return rows(batch, self, self.seconds, self.hashes)
 
