@@ -145,7 +145,6 @@ def smallest(
     labels: Tensor,
     found: Adversarial,
     eps: float,
-    rounds: int = 6,
 ) -> Adversarial:
     """Searches for adversarial examples closer than those found at ε, by single runs at decreasing radii.
 
@@ -155,7 +154,7 @@ def smallest(
     single = replace(attack, restarts=1)
     every = torch.arange(len(images), device=images.device)
     failed = torch.where(found.broken, 0.0, eps)
-    for _ in range(rounds):
+    for _ in range(6):
         trial = torch.where(failed > 0, (failed * found.distance).sqrt(), 0.7 * found.distance)
         trial = torch.where(found.broken, trial, 2 * failed)
         closer = single(model, images, labels, trial)

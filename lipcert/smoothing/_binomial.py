@@ -21,7 +21,7 @@ _ONE = Decimal(1)
 _SMALL = Decimal("1e-18")
 
 
-def clopper_pearson(successes: int, samples: int, alpha: float, start: float = 0.0) -> float:
+def clopper_pearson(successes: int, samples: int, alpha: float) -> float:
     """A lower bound on p from n independent draws with k successes; too large with probability at most α.
 
     It is the p at which n draws have k or more successes with probability α, rounded down. The bound exceeds a p only
@@ -36,12 +36,11 @@ def clopper_pearson(successes: int, samples: int, alpha: float, start: float = 0
         successes: k, from 0 to n.
         samples: n, at least 1.
         alpha: α in (0, 1).
-        start: a p that is known to lie below the bound, where bisection starts.
 
     Returns:
         The bound, in [0, 1).
     """
-    return _largest(lambda p: tail(successes, samples, p) <= alpha, successes, samples, start)
+    return _largest(lambda p: tail(successes, samples, p) <= alpha, successes, samples)
 
 
 def robbins(successes: int, samples: int, alpha: float, start: float = 0.0) -> float:
@@ -105,7 +104,7 @@ def tail(successes: int, samples: int, p: float) -> Decimal:
     return min(_ONE, UP.multiply(total, probability(successes, samples, p)))
 
 
-def _largest(rejected: Callable[[float], bool], successes: int, samples: int, start: float) -> float:
+def _largest(rejected: Callable[[float], bool], successes: int, samples: int, start: float = 0.0) -> float:
     """The largest rejected p below the observed share, rounded down; ``start`` if no larger one is rejected."""
     low, high = start, successes / samples
     while low < (middle := (low + high) / 2) < high:

@@ -216,7 +216,7 @@ class Smoothing:
         per_image: list[list[NDArray[np.int64]]] = [[] for _ in requests]
         for pieces in _packed([draws for _, _, draws in requests], self.batch):
             noisy = [self._noise(requests[i][1], draws).add_(requests[i][0]) for i, draws in pieces]
-            classes = self._predict(_together(noisy)).cpu()
+            classes = self._predict(noisy[0] if len(noisy) == 1 else torch.cat(noisy)).cpu()
             for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
                 per_image[i].append(part.numpy())
         return [np.concatenate(parts) for parts in per_image]
@@ -267,11 +267,6 @@ def _bytes_of_a_draw(model: Model) -> float:
         for hook in hooks:
             hook.remove()
     return float(_COPIES * largest)
-
-
-def _together(parts: list[Tensor]) -> Tensor:
-    """Tensors in one batch, without a copy where there is only one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, range]]]:
