@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_hook
 
 from lipcert.bounds import check_weights
 from lipcert.denoisers import Denoised
@@ -253,20 +253,13 @@ class Smoothing:
 
 def _bytes_of_a_draw(model: Model) -> float:
     """An estimate of the memory of one image in a forward pass."""
-    largest = 1
-
-    def look(_module: Module, _images: object, result: object) -> None:
-        nonlocal largest
-        if isinstance(result, Tensor):
-            largest = max(largest, result.numel() * result.element_size())
-
-    hooks = [module.register_forward_hook(look) for module in model.modules()]
+    sizes = [1]
+    hook = register_module_forward_hook(lambda _module, _images, result: sizes.append(getattr(result, "nbytes", 0)))
     try:
         model(torch.zeros(1, *model.input_size, dtype=model.dtype, device=model.device))
     finally:
-        for hook in hooks:
-            hook.remove()
-    return float(_COPIES * largest)
+        hook.remove()
+    return float(_COPIES * max(sizes))
 
 
 def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, range]]]:
