@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     assert any(row["method"] == "anchored" for row in two)
 
 
-def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(monkeypatch):
+@pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["workers start after a batch", "workers start at once"])
+def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(seconds, monkeypatch):
     """An error of reading images, which may occur in a thread of the pool, comes after the batches before it."""
 
     def read(end):
@@ -98,19 +100,21 @@ def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(monkeypatch):
 
     def certified(where):
         time.sleep(0.02)
-        return where, 0.0
+        return where, 0.02
 
+    monkeypatch.setattr(_parallel, "worker_pool", lambda count, *_: ThreadPoolExecutor(count))
+    monkeypatch.setattr(_parallel, "_WORTH", 0.02 * 30 / 4)
     monkeypatch.setattr(_parallel, "_identity", lambda *_: ())
     monkeypatch.setattr(_parallel, "_timed", lambda *_: certified("here"))
     monkeypatch.setattr(_parallel, "_certify", lambda given: pickle.dumps(certified("there")))
-    with ThreadPoolExecutor(2) as pool:
-        found = list(_parallel._shared(None, read(None), pool, 2))
-        assert [batch.indices[0] for batch, *_ in found] == [*range(40)]
-        assert {where for _, where, _ in found} == {"here", "there"}
-        indices = []
-        with pytest.raises(InputError, match="not an image"):
-            indices.extend(batch.indices[0] for batch, *_ in _parallel._shared(None, read(20), pool, 2))
-        assert indices == [*range(20)]
+    certifier = SimpleNamespace(model=None, settings=None, methods={"anchored": SimpleNamespace(seconds=seconds)})
+    found = [*_parallel.certified(certifier, read(None), 3, 40)]
+    assert [batch.indices[0] for batch, *_ in found] == [*range(40)]
+    assert {where for _, where, _ in found} == {"here", "there"}
+    indices = []
+    with pytest.raises(InputError, match="not an image"):
+        indices.extend(batch.indices[0] for batch, *_ in _parallel.certified(certifier, read(20), 3, 40))
+    assert indices == [*range(20)]
 
 
 def test_an_attack_that_contradicts_a_worker_names_the_image():

@@ -28,6 +28,8 @@ Outcome = tuple[Certificates, float]
 # Workers are started if the images that remain take this process longer than so many seconds. A batch takes about as
 # long as if it had so many more images.
 _WORTH, _MORE = 15.0, 3
+# They start before the first image if a method may take more seconds for it; estimates are up to five times too high.
+_LONG = 60.0
 # Memory of a worker besides that of its images.
 _OF_A_WORKER = 2**29
 
@@ -49,13 +51,13 @@ def workers_for(certifier: Certifier | Smoothing, asked: int | None) -> int:
 
 
 def certified(
-    certifier: Certifier | Smoothing, batches: Iterator[Batch], workers: int, left: int | None
+    certifier: Any, batches: Iterator[Batch], workers: int, left: int | None
 ) -> Iterator[tuple[Batch, Certificates, float]]:
     """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
 
-    Workers start after the first batches, if what is left takes long. Each makes the certifier anew from the network
-    and the settings, and serves only if its bounds are the same. A batch is certified as a whole and on one thread, so
-    no radius depends on the number of workers, from 1 on.
+    Workers start after the first batches, if what is left takes long, or before. Each makes the certifier anew from the
+    network and the settings, and serves only if its bounds are the same. A batch is certified as a whole and on one
+    thread, so no radius depends on the number of workers, from 1 on.
 
     Args:
         certifier: certifies the batches in this process.
@@ -67,14 +69,14 @@ def certified(
         BrokenCertificate: an attack contradicts a certificate.
         InputError: a worker died.
     """
-    for batch in batches:
+    shared = workers > 1 and left != 1 and max(method.seconds for method in certifier.methods.values()) > _LONG
+    while not shared:
+        if (batch := next(batches, None)) is None:
+            return
         outcome = _timed(certifier, batch, workers > 0)
         yield batch, *outcome
         left = None if left is None else left - len(batch)
-        if workers > 1 and (left is None or left * outcome[1] / (len(batch) + _MORE) > _WORTH):
-            break
-    else:
-        return
+        shared = workers > 1 and (left is None or left * outcome[1] / (len(batch) + _MORE) > _WORTH)
     try:
         given = pickle.dumps((certifier.model, certifier.settings, torch.get_num_threads()))
     except Exception:  # code that only this process has, such as hooks
