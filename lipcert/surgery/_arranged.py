@@ -319,11 +319,8 @@ class L2RotaryAttention(L2Attention):
             InputError: if a mask is given.
         """
         self.refuse_mask(attn_mask, is_causal)
-        z = self._turned(self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2), rope, 1)
-        # −‖z_i − z_j‖² without ‖z_i‖², which is constant along a row and cancels in the softmax.
-        keys = z.square().sum(-1).unsqueeze(-2)
-        logits = (z @ z.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
-        arrived = self._turned(self.attn_drop(logits.softmax(-1)) @ z, rope, -1)
+        z = self._turned(self._queries(x), rope, 1)
+        arrived = self._turned(self.attn_drop(self._weights(z)) @ z, rope, -1)
         return self._out(arrived @ self.mixing())
 
     def _pairs(self, channels: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,23 +102,23 @@ class L2Attention(nn.Module):
 
     def attend(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The output for tokens x of shape (N, tokens, dim), with b broadcasting to (N, heads, tokens, tokens)."""
-        y, weights = self._weights(x, bias)
-        mixed = self.attn_drop(weights) @ (y @ self.mixing())
-        return self._out(mixed)
+        y = self._queries(x)
+        return self._out(self.attn_drop(self._weights(y, bias)) @ (y @ self.mixing()))
 
     def mixed(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Σ_j P_ij y_j for the arguments of :meth:`attend`, shape (N, heads, tokens, head_dim)."""
-        y, weights = self._weights(x, bias)
-        return weights @ y
+        y = self._queries(x)
+        return self._weights(y, bias) @ y
 
-    def _weights(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """y, shape (N, heads, tokens, head_dim), and P, shape (N, heads, tokens, tokens)."""
-        y = self.q(x).reshape(x.shape[0], x.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
+    def _queries(self, x: Tensor) -> Tensor:
+        """y, shape (N, heads, tokens, head_dim)."""
+        return self.q(x).reshape(x.shape[0], x.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def _weights(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        """P, shape (N, heads, tokens, tokens)."""
         keys = y.square().sum(-1).unsqueeze(-2)  # ‖y_i‖² is constant along a row and cancels in the softmax
         logits = (y @ y.transpose(-2, -1)) * (2 * self.scale) - keys * self.scale
-        if bias is not None:
-            logits = logits + bias
-        return y, logits.softmax(-1)
+        return (logits if bias is None else logits + bias).softmax(-1)
 
     def _out(self, mixed: Tensor) -> Tensor:
         """The heads' results, shape (N, heads, tokens, value_dim), as the module's output."""

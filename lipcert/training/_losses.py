@@ -46,14 +46,18 @@ def cut_loss(
 
     with cut.register_forward_hook(see):
         logits = model(images)
-    is_label = F.one_hot(labels, logits.shape[1]).bool()
-    runner_up = logits.detach().masked_fill(is_label, -math.inf).argmax(1, keepdim=True)
-    margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
-    (gradient,) = torch.autograd.grad(margin.sum(), outputs[-1:], create_graph=True)
+    (gradient,) = torch.autograd.grad(_margins(logits, labels).sum(), outputs[-1:], create_graph=True)
     # With mirror images, the batch holds several values for each image.
     rows = gradient.to(logits.dtype).flatten(1).unflatten(0, (-1, len(images))).transpose(0, 1)
     slope = rows.flatten(1).norm(dim=1, keepdim=True)
-    return emma_loss(logits / temperature, labels, constant.to(logits) * slope * ~is_label / temperature, eps), logits
+    constants = (constant.to(logits) * slope / temperature).expand_as(logits).scatter(1, labels[:, None], 0.0)
+    return emma_loss(logits / temperature, labels, constants, eps), logits
+
+
+def _margins(logits: Tensor, labels: Tensor) -> Tensor:
+    """f_y − f_j with the runner-up j, shape (N, 1)."""
+    others = logits.detach().scatter(1, labels[:, None], -math.inf)
+    return logits.gather(1, labels[:, None]) - logits.gather(1, others.argmax(1, keepdim=True))
 
 
 def adversarial_loss(
@@ -79,10 +83,7 @@ def adversarial_loss(
     """
     images = images.detach().requires_grad_()
     logits = model(images)
-    is_label = F.one_hot(labels, logits.shape[1]).bool()
-    runner_up = logits.detach().masked_fill(is_label, -math.inf).argmax(1, keepdim=True)
-    margin = logits.gather(1, labels[:, None]) - logits.gather(1, runner_up)
-    (gradient,) = torch.autograd.grad(margin.sum(), images)
+    (gradient,) = torch.autograd.grad(_margins(logits, labels).sum(), images)
     moved = images.detach() - eps * F.normalize(gradient.flatten(1)).view_as(images)
     return F.cross_entropy(model(moved) / temperature, labels), logits.detach()
 
