@@ -107,6 +107,10 @@ TYPES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "element_size": lambda z, x: z * z.element_size(),
     "rms_norm": lambda z, x: F.rms_norm(z, (6,)),
     "a number a little off": lambda z, x: z + (0.1 if z.dtype == torch.float64 else 0.1000001),
+    "another value": lambda z, x: (z.relu(), z.sigmoid())[z.dtype == torch.float64],
+    "another operand": lambda z, x: z - x[:, 0, 0, :6] if z.dtype == torch.float64 else x[:, 0, 0, :6] - z,
+    "another place": lambda z, x: z.sigmoid() ** 2 if z.dtype == torch.float64 else 2 ** z.sigmoid(),
+    "another name": lambda z, x: z.clamp(min=0.0) if z.dtype == torch.float64 else z.clamp(max=0.0),
     "default type": lambda z, x: z.exp() if z.dtype == torch.get_default_dtype() else z,
 }
 

@@ -16,7 +16,7 @@ This is for code that does such a thing by accident, not for code that hides it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -194,12 +194,13 @@ def compared(graph: Graph, examined: Examined) -> None:
 
 
 def same_operations(graph: Graph, other: Graph, when: str, tolerance: float | None = None) -> None:
-    """Refuses a network that runs other operations, casts aside, or computes with other numbers, in another capture.
+    """Refuses a network that runs other operations, casts aside, or on other values or numbers, in another capture.
 
     Numbers may differ by a relative ``tolerance``, and tensors by as much of their largest entry; by default, as where
     the two captures differ in their types, by the rounding of float32 and of the coarser type.
     """
     ours, theirs = ([node for node in one.nodes if node.op != "identity"] for one in (graph, other))
+    stands_for = {graph.input: other.input}
     for node, its in zip_longest(ours, theirs):
         if node is None or its is None:
             problem = f"{(node or its).name} {when} or not"
@@ -207,24 +208,40 @@ def same_operations(graph: Graph, other: Graph, when: str, tolerance: float | No
             problem = f"{its.name} in place of {node.name} {when}"
         elif node.shape != its.shape:
             problem = f"{its.name} with size {its.shape} in place of {node.shape} {when}"
-        elif difference := _difference(node, its, tolerance):
+        elif difference := _difference(node, its, stands_for, tolerance):
             problem = f"{its.name} with {difference} {when}"
         else:
+            stands_for[node] = its
             continue
         raise UnsupportedCode([(problem, (its or node).path)])
+    if stands_for[_uncast(graph.output)] is not _uncast(other.output):
+        raise UnsupportedCode([(f"the result of {_uncast(other.output).name} returned {when}", other.output.path)])
 
 
-def _difference(node: Node, other: Node, tolerance: float | None) -> str:
-    """What differs in the arguments of one operation in two captures; empty if nothing does."""
-    kinds = (Node, torch.dtype, torch.device)
+def _uncast(node: Node) -> Node:
+    """The value of which a node is a copy or a cast."""
+    while node.op == "identity":
+        node = node.operands[0]
+    return node
+
+
+def _difference(node: Node, other: Node, stands_for: Mapping[Node, Node], tolerance: float | None) -> str:
+    """What differs in the arguments of one operation in two captures; empty if nothing does.
+
+    ``stands_for`` has what stands for the values before it in the other capture.
+    """
     eps = node.args[3] if len(node.args) > 3 else node.kwargs.get("eps")
     if node.op == "rms_norm" and eps is None and node.dtype != other.dtype:
         return "an eps that is the machine epsilon of its type"
     arguments = [
-        [x for x in leaves((each.args, dict(each.kwargs))) if not isinstance(x, kinds)] for each in (node, other)
+        [x for x in leaves((each.args, *each.kwargs.items())) if not isinstance(x, (torch.dtype, torch.device))]
+        for each in (node, other)
     ]
     for mine, its in zip_longest(*arguments):
-        if isinstance(mine, (Tensor, np.ndarray)) and isinstance(its, (Tensor, np.ndarray)):
+        if isinstance(mine, Node) or isinstance(its, Node):
+            if not (isinstance(mine, Node) and isinstance(its, Node) and stands_for[_uncast(mine)] is _uncast(its)):
+                return "another operand"
+        elif isinstance(mine, (Tensor, np.ndarray)) and isinstance(its, (Tensor, np.ndarray)):
             if not close(torch.as_tensor(its), torch.as_tensor(mine), tolerance):
                 return "constants that change"
         elif isinstance(mine, float) and isinstance(its, float):
