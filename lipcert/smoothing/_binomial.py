@@ -9,7 +9,7 @@ come without such a proof.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import MAX_EMAX, MIN_EMIN, ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ DOWN = Context(prec=28, rounding=ROUND_FLOOR, Emax=MAX_EMAX, Emin=MIN_EMIN)
 
 _ONE = Decimal(1)
 # After a term this small relative to the sum, a geometric series bounds the rest.
-_SMALL = Decimal("1e-18")
+_SMALL = Decimal("1e-25")
 
 
 def clopper_pearson(successes: int, samples: int, alpha: float) -> float:
@@ -86,22 +86,32 @@ def tail(successes: int, samples: int, p: float) -> Decimal:
     """P(X ≥ k) for n draws with probability p each, rounded up; 1 if k is at most the mean.
 
     P(X = k + i) is P(X = k) times the product of (n − k − j)/(k + j + 1) · p/(1 − p) over j < i. These factors decrease
-    in j and are below 1 for k ≥ n p. So after any term the rest is at most term · r/(1 − r), with r the next factor.
+    in j and are below 1 for k ≥ n p.
     """
     if not p:
         return _ONE if not successes else Decimal(0)
     if successes <= samples * p:
         return _ONE
     odds = UP.divide(UP.plus(Decimal(p)), DOWN.subtract(_ONE, Decimal(p)))
-    total = term = _ONE
-    for above in range(successes, samples):
-        ratio = UP.divide(UP.multiply(odds, Decimal(samples - above)), Decimal(above + 1))
-        if term < _SMALL * total and ratio < _ONE:
-            total = UP.add(total, UP.divide(UP.multiply(term, ratio), DOWN.subtract(_ONE, ratio)))
-            break
-        term = UP.multiply(term, ratio)
+    factors = (
+        UP.divide(UP.multiply(odds, Decimal(samples - above)), Decimal(above + 1))
+        for above in range(successes, samples)
+    )
+    return min(_ONE, UP.multiply(series(_ONE, factors), probability(successes, samples, p)))
+
+
+def series(first: Decimal, factors: Iterable[Decimal]) -> Decimal:
+    """The sum of a term and its products with the first, the first two, … of decreasing factors, rounded up.
+
+    Once the next factor r is below 1, the rest after a term is at most term · r/(1 − r).
+    """
+    total = term = first
+    for factor in factors:
+        if term <= _SMALL * total and factor < _ONE:
+            return UP.add(total, UP.divide(UP.multiply(term, factor), DOWN.subtract(_ONE, factor)))
+        term = UP.multiply(term, factor)
         total = UP.add(total, term)
-    return min(_ONE, UP.multiply(total, probability(successes, samples, p)))
+    return total
 
 
 def _largest(rejected: Callable[[float], bool], successes: int, samples: int, start: float = 0.0) -> float:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
+from itertools import count
 from statistics import NormalDist
 
-from lipcert.smoothing._binomial import DOWN, UP
+from lipcert.smoothing._binomial import DOWN, UP, series
 
 _ONE, _HALF = Decimal(1), Decimal("0.5")
 # π from below: 1/√(2π) is then rounded up.
 _PI = Decimal("3.141592653589793238462643383")
-_SMALL = Decimal("1e-25")
 # No float64 lies between Φ of this and 1.
 _LARGEST = 9
 _STEP = 2.0**-50
@@ -21,8 +21,7 @@ def cdf(z: float | Decimal) -> Decimal:
     """Φ(z) for z ≥ 0, rounded up.
 
     Φ(z) = ½ + φ(z) (z + z³/3 + z⁵/15 + …). All terms are positive; successive terms are multiplied by z²/3, z²/5, ….
-    Once the next factor r is below 1, the rest of the series is at most the last term times r/(1 − r). The decimal
-    exponential is rounded to nearest, so the next larger number bounds it.
+    The decimal exponential is rounded to nearest, so the next larger number bounds it.
     """
     exact = Decimal(z)
     if exact < 0:
@@ -30,16 +29,7 @@ def cdf(z: float | Decimal) -> Decimal:
     if exact > _LARGEST:
         return _ONE
     square = UP.multiply(exact, exact)
-    total = term = UP.plus(exact)
-    divisor = 3
-    while term:
-        ratio = UP.divide(square, Decimal(divisor))
-        if term < _SMALL * total and ratio < _HALF:
-            total = UP.add(total, UP.divide(UP.multiply(term, ratio), DOWN.subtract(_ONE, ratio)))
-            break
-        term = UP.multiply(term, ratio)
-        total = UP.add(total, term)
-        divisor += 2
+    total = series(UP.plus(exact), (UP.divide(square, Decimal(divisor)) for divisor in count(3, 2)))
     exponent = DOWN.multiply(DOWN.multiply(exact, exact), _HALF).copy_negate()
     density = UP.divide(UP.next_plus(exponent.exp(UP)), DOWN.sqrt(DOWN.multiply(Decimal(2), _PI)))
     return min(_ONE, UP.add(_HALF, UP.multiply(density, total)))
