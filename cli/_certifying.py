@@ -155,7 +155,7 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
     )  # before loading: in another rounding mode the model's file would look damaged
     label = named(name, plan.data)
     loaded = load_model(name, **plan.loading)
-    if untrained(loaded.net):
+    if untrained(loaded.net, plan.loading["weights"]):
         label += ", random weights: nothing to certify"
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
     images = open_images(plan.data, loaded, limit=limit, **plan.lists)

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 import time
 from dataclasses import fields
@@ -59,8 +60,8 @@ def load_model(
                 raise
             reason = str(error).partition(";")[0]
             raise LoadError(f"{reason}; with a file of its weights: {typed('--checkpoint', 'FILE')}") from error
-    if untrained(loaded.net):
-        say("note: the weights are random: there is nothing to certify; give trained ones, as --checkpoint FILE")
+    if not (weights.no_pretrained or new_head) and untrained(loaded.net, weights):
+        say("note: the weights are random: train them (lipcert finetune), or give trained ones with --checkpoint FILE")
     if denoiser is not None:
         loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
     asked.apply(loaded)
@@ -87,10 +88,13 @@ def named(model: str | None, data: str | None = None) -> str:
     return "digits-vit, bundled: this folder holds no artifact"
 
 
-def untrained(net: torch.nn.Module) -> bool:
-    """Whether every vector of weights, such as a bias or the gain of a norm, has equal entries, as before training."""
-    vectors = [p for p in net.parameters() if p.dim() == 1 and len(p) > 1]
-    return len(vectors) > 1 and all(bool((vector == vector[0]).all()) for vector in vectors)
+def untrained(net: torch.nn.Module, weights: Weights) -> bool:
+    """Whether weights are random: by the options, or as the gains and biases of all norms have equal entries."""
+    if weights.no_pretrained and weights.checkpoint is None:
+        return True
+    norms = [part for part in net.modules() if re.search("Norm|Project$", type(part).__name__)]
+    vectors = [p for part in norms for p in part.parameters(recurse=False) if p.dim() == 1 and len(p) > 1]
+    return bool(vectors) and all(bool((vector == vector[0]).all()) for vector in vectors)
 
 
 def model_options(

@@ -378,8 +378,8 @@ def test_convert_overwrites_artifacts_only(artifact):
 
 
 def test_convert_refuses_unknown_ways(folder):
-    assert "choose one of l2, keep" in refused("convert", *BY_NAME, "--attention", "dot")
-    assert "choose one of keep, project, smooth" in refused("convert", *BY_NAME, "--norm", "layer")
+    assert "is one of l2, keep" in refused("convert", *BY_NAME, "--attention", "dot")
+    assert "is one of keep, project, smooth" in refused("convert", *BY_NAME, "--norm", "layer")
 
 
 def test_a_converted_model_is_inspected_and_certified(folder):

@@ -218,7 +218,7 @@ def test_learning_rates_follow_their_schedules() -> None:
     [
         ({"warmup": 1.0}, "warmup is a fraction of the run"),
         ({"power_iterations": 0}, "power_iterations must be at least 1"),
-        ({"vectors": "kept"}, "choose one of saved, random"),
+        ({"vectors": "kept"}, "is one of saved, random"),
         ({"schedule": "multistep", "last_lr": 1e-5}, "leave last_lr out"),
         ({"upper_weight": -1.0}, "upper_weight must be a number from 0"),
     ],
@@ -811,13 +811,13 @@ IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
             (IMAGES, LABELS),
             r"'\*\.fc3', and no layer .* matches it; there are patch_embed",
         ),
-        ({"optimizer": "lion"}, (IMAGES, LABELS), "no optimizer 'lion'; choose one of adamw, adam, muon, nadam"),
+        ({"optimizer": "lion"}, (IMAGES, LABELS), "no optimizer 'lion'; the optimizer is one of adamw, adam, muon, nadam"),
         ({"epochs": 0}, (IMAGES, LABELS), "epochs must be"),
         ({"accumulate": 0}, (IMAGES, LABELS), "accumulate must be"),
         (
             {"schedule": "linear"},
             (IMAGES, LABELS),
-            "no schedule 'linear'; choose one of cosine, multistep",
+            "no schedule 'linear'; the schedule is one of cosine, multistep",
         ),
         ({"ramp": (0.1, 2)}, (IMAGES, LABELS), "ramp is three numbers"),
         ({"ramp": (0.1, 2, 1.5)}, (IMAGES, LABELS), "ramp is three numbers"),
@@ -982,7 +982,7 @@ def test_what_the_command_refuses(folder) -> None:
     Image.new("RGB", (8, 8)).save(folder / "flat" / "a.png")
     assert "file of the model itself" in refused(small, *SHORT, "--out", small)
     assert "not a lipcert artifact" in refused(small, *SHORT, "--out", "notes.txt")
-    assert "choose one of adversarial" in refused(small, *SHORT, "--loss", "hinge")
+    assert "the loss is one of adversarial" in refused(small, *SHORT, "--loss", "hinge")
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
     other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
     assert "FILE numbers them, and --model-args num_classes=10 makes a head" in other

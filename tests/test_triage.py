@@ -1,12 +1,15 @@
 """What rules a certificate out before anything costly is computed, and what the command says of it."""
 
+import ast
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 from click import Context
 from torch import nn
@@ -20,6 +23,7 @@ from lipcert.cli import app
 from lipcert.cli._advice import Status, advise
 from lipcert.cli._certifying import _triage as show_triage
 from lipcert.cli._certifying import _why_not
+from lipcert.cli._loading import untrained
 from lipcert.cli._print import words_of
 from lipcert.inputs.data import open_images
 from lipcert.inputs.samples import COUNT, sample_images
@@ -223,11 +227,39 @@ def test_suggested_commands_can_be_typed(known, command):
     words = shlex.split(command)
     assert words[0] == "lipcert"
     group = get_command(app)
-    command = group.get_command(Context(group), words[1])
-    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    assert {word for word in words[2:] if word.startswith("--")} <= options
+    group.get_command(Context(group), words[1]).make_context(words[1], words[2:])  # refuses what it does not know
     denoisers = words.count("--denoiser")
     assert denoisers == (1 if "smoothing" in words and known.channels == 3 else denoisers and 1)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext", "test_efficientnet"])
+def test_weights_before_training_are_noticed(name):
+    net = timm.create_model(name, num_classes=3)
+    given = SimpleNamespace(no_pretrained=False, checkpoint="w.pt")
+    assert untrained(net, given)
+    for part in net.modules():
+        for parameter in part.parameters(recurse=False) if "Norm" in type(part).__name__ else ():
+            parameter.data.uniform_()
+    assert not untrained(net, given)
+    assert untrained(net, SimpleNamespace(no_pretrained=True, checkpoint=None))
+
+
+# Of torchrun, of benchmarks.papers, of timm's scripts, whose names are refused with ours, and a property of CSS.
+FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--paper", "--table", "--scale", "--num-classes",
+           "--img-size", "--in-chans", "--pretrained", "--page"}  # fmt: skip
+
+
+def test_every_option_that_a_message_or_a_page_names_exists():
+    group = get_command(app)
+    commands = [group, *(group.get_command(Context(group), name) for name in group.list_commands(Context(group)))]
+    known = {name for one in commands for option in one.params for name in (*option.opts, *option.secondary_opts)}
+    root = Path(__file__).parent.parent
+    texts = [path.read_text() for path in (root / "README.md", *root.glob("docs/**/*.md"))]
+    for path in (*root.glob("lipcert/**/*.py"), *root.glob("cli/*.py")):
+        constants = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        texts += [value for value in constants if isinstance(value, str)]
+    named = {name for text in texts for name in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
+    assert named - FOREIGN <= known | {"--help"}
 
 
 def test_advice_leads_to_a_certificate_and_not_in_a_circle():

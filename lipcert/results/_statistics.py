@@ -147,7 +147,7 @@ class Tally:
         proved, checked = words["proved"], words["checked"]
         if proved and checked:
             return f"bounded for {proved} of {len(self)} images; only tested, with noise, for the other {checked}"
-        return "bounded" if proved else "tested" if checked else ""
+        return "bounded" if proved else "only tested, with noise" if checked else ""
 
     @property
     def delta(self) -> float:

@@ -69,7 +69,7 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
     """Refuses a value that is not one of the choices, and suggests a similar one."""
     if value not in choices:
         close = difflib.get_close_matches(str(value), choices, 1)
-        hint = f"did you mean {close[0]}? There are" if close else "choose one of"
+        hint = f"did you mean {close[0]}? There are" if close else f"the {name} is one of"
         raise InputError(f"there is no {name} {value!r}; {hint} {', '.join(choices)}")
 
 
