@@ -167,13 +167,11 @@ class LabelList:
             if self.labels.setdefault(name, row[label]) != row[label]:
                 raise InputError(f"{path} has two labels for {shortened(name)}")
         self.keys = {name: name for name in self.labels}
-        for shorter in (lambda name: os.path.splitext(name)[0], os.path.basename):
-            shortened_keys = Counter(shorter(name) for name in self.keys)
-            self.keys |= {
-                shorter(name): key
-                for name, key in [*self.keys.items()]
-                if shortened_keys[shorter(name)] == 1 and shorter(name) not in self.keys
-            }
+        for part in (0, 1):  # without its suffix, then without its folders
+            short = {name: (os.path.splitext(name)[0], os.path.basename(name))[part] for name in self.keys}
+            counts = Counter(short.values())
+            alone = {name for name in self.keys if counts[short[name]] == 1 and short[name] not in self.keys}
+            self.keys |= {short[name]: self.keys[name] for name in alone}
 
     def of(self, names: Sequence[str]) -> list[str]:
         """The labels of files, by the path below the folder or by the name alone, with or without its suffix.

@@ -228,15 +228,14 @@ def _removed(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images:
     those of its neighbours, since nothing depends on it yet.
     """
     before, total = data.get("images"), images.total
-    count = before - total if type(before) is int else 0
-    if not 0 < count < before or images.file(0) is None:
+    if type(before) is not int or not 0 < before - total < before or images.file(0) is None:
         return []
     places = {images.file(place): place for place in range(total)}
     gone = {row["index"] for row in rows if row.get("file") not in places}
     ends = [(row["index"], row["index"] - places[row["file"]]) for row in rows if row["index"] not in gone]
     removed: list[int] = []
     last = -1
-    for index, shift in [*sorted(ends), (before, count)]:
+    for index, shift in [*sorted(ends), (before, before - total)]:
         between = sorted(range(last + 1, index), key=lambda number: number not in gone)
         if not 0 <= shift - len(removed) <= len(between):
             return []  # the data set has new images, too
