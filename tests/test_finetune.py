@@ -811,7 +811,11 @@ IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
             (IMAGES, LABELS),
             r"'\*\.fc3', and no layer .* matches it; there are patch_embed",
         ),
-        ({"optimizer": "lion"}, (IMAGES, LABELS), "no optimizer 'lion'; the optimizer is one of adamw, adam, muon, nadam"),
+        (
+            {"optimizer": "lion"},
+            (IMAGES, LABELS),
+            "no optimizer 'lion'; the optimizer is one of adamw, adam, muon, nadam",
+        ),
         ({"epochs": 0}, (IMAGES, LABELS), "epochs must be"),
         ({"accumulate": 0}, (IMAGES, LABELS), "accumulate must be"),
         (
