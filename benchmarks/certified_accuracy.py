@@ -110,11 +110,13 @@ def main() -> None:
     keep(Path(args.model).stem, result)
 
 
-def keep(name: str, result: dict[str, Any]) -> None:
-    """Writes the result of a network, or adds its curve to a result on more images; leaves those of others."""
+def keep(name: str, result: dict[str, Any], curve: bool = False) -> None:
+    """Writes the result of a network, or adds its curve to a known result; leaves those of others."""
     known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     before = known.get(name, result)
-    if before["images"] > result["images"]:
+    if curve:
+        result = before | {"curve": result}
+    elif before["images"] > result["images"]:
         more = {"autoattack": result["autoattack"]} if "autoattack" in result else {}
         if len(result["certified"]) > 1:
             more["curve"] = {key: result[key] for key in ("images", "clean", "certified")}
