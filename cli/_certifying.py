@@ -25,13 +25,12 @@ from lipcert.inputs.loading import resolve
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
-from lipcert.report import facts
+from lipcert.report import facts, other_order
 from lipcert.results import (
     Run,
     certifier_for,
     free_file,
     interval,
-    other_order,
     shard_path,
     sigma_choice_of,
     summary,

@@ -22,7 +22,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.classes import natural
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import load
-from lipcert.results import other_order
+from lipcert.report import other_order
 from lipcert.training import Batches
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_FLOOR, Context, Decimal
 
 from timm import is_model
 from timm.data import ImageNetInfo
 
+from lipcert.inputs.classes import printable
 from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run
 
@@ -111,3 +113,37 @@ def upper_bound(run: Run) -> str:
 def listed(items: Sequence[str]) -> str:
     """``a``, ``a and b``, or ``a, b and c``."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def other_order(pairs: Sequence[tuple[int, int]], names: Mapping[int, str]) -> str | None:
+    """One line if predictions agree far better with the labels under another order of the classes; else None.
+
+    Classes are assigned on the confusion matrix of one half of the images, largest entries first, and judged on the
+    other half, so that chance does not count: random predictions gain nothing. It takes two classes that gain.
+
+    Args:
+        pairs: (label, prediction) of each image.
+        names: names of the classes by number.
+    """
+    gains: Counter[int] = Counter()
+    example = None
+    for half in (0, 1):
+        counts = Counter(pairs[half::2])
+        assigned: dict[int, int] = {}
+        for (label, predicted), count in counts.most_common():
+            if count > 1 and label not in assigned and predicted not in assigned.values():
+                assigned[label] = predicted
+        for label, predicted in pairs[1 - half :: 2]:
+            gains[label] += (assigned.get(label, label) == predicted) - (label == predicted)
+        example = min(((a, b) for a, b in assigned.items() if a != b), default=example)
+    gained = sum(gains.values())
+    if example is None or sum(gain > 0 for gain in gains.values()) < 2:
+        return None
+    if gained <= max(len(pairs) / 10, 3 * len(pairs) ** 0.5):
+        return None
+    right = sum(a == b for a, b in pairs)
+    first, second = (printable(names.get(number, str(number))) for number in example)
+    return (
+        f"predictions agree with {right} of {len(pairs)} labels, and with about {right + gained} in another order of "
+        f"the classes, where {first} is {second}: if the model was trained with it, give that: --classes FILE"
+    )

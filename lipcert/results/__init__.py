@@ -10,6 +10,6 @@ from lipcert.results._files import ResultFile, free_file, shard_path, shards_of,
 from lipcert.results._metric import CertifiedAccuracy
 from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_choice_of, summary_path
 from lipcert.results._rows import rows, same_logits
-from lipcert.results._statistics import Tally, interval, other_order, share, wilson
+from lipcert.results._statistics import Tally, interval, share, wilson
 
 __all__ = ["Result", "SmoothedResult"]

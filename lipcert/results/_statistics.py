@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lipcert.inputs.classes import printable
 from lipcert.norms import Rigor
 
 
@@ -181,37 +180,3 @@ class Tally:
         if self.samples:
             counts |= {"abstained": self.abstained, "samples": self.samples}
         return counts | {"median_radius": self.median_radius, "methods": dict(self.methods), "seconds": self.seconds}
-
-
-def other_order(pairs: Sequence[tuple[int, int]], names: Mapping[int, str]) -> str | None:
-    """One line if predictions agree far better with the labels under another order of the classes; else None.
-
-    Classes are assigned on the confusion matrix of one half of the images, largest entries first, and judged on the
-    other half, so that chance does not count: random predictions gain nothing. It takes two classes that gain.
-
-    Args:
-        pairs: (label, prediction) of each image.
-        names: names of the classes by number.
-    """
-    gains: Counter[int] = Counter()
-    example = None
-    for half in (0, 1):
-        counts = Counter(pairs[half::2])
-        assigned: dict[int, int] = {}
-        for (label, predicted), count in counts.most_common():
-            if count > 1 and label not in assigned and predicted not in assigned.values():
-                assigned[label] = predicted
-        for label, predicted in pairs[1 - half :: 2]:
-            gains[label] += (assigned.get(label, label) == predicted) - (label == predicted)
-        example = min(((a, b) for a, b in assigned.items() if a != b), default=example)
-    gained = sum(gains.values())
-    if example is None or sum(gain > 0 for gain in gains.values()) < 2:
-        return None
-    if gained <= max(len(pairs) / 10, 3 * len(pairs) ** 0.5):
-        return None
-    right = sum(a == b for a, b in pairs)
-    first, second = (printable(names.get(number, str(number))) for number in example)
-    return (
-        f"predictions agree with {right} of {len(pairs)} labels, and with about {right + gained} in another order of "
-        f"the classes, where {first} is {second}: if the model was trained with it, give that: --classes FILE"
-    )
