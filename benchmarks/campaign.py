@@ -253,7 +253,8 @@ def examine(seed: int, count: int, family: str | None = None) -> dict[str, Any]:
     violations = []
     exact = _exact(case)
     diameter = math.sqrt(case.images[0].numel())
-    largest = torch.stack([found[key] for key in found if key[1] == REAL]).amax(0).clamp(1e-12, diameter)
+    real = [found[key] for key in found if key[1] == REAL] or [torch.zeros_like(exact)]  # all methods may refuse
+    largest = torch.stack(real).amax(0).clamp(1e-12, diameter)
     target = closest(case.model, case.images, classes, largest)
     beyond = (case.images + 1.01 * (target - case.images)).clamp(0, 1)
     nowhere = torch.full_like(largest, math.inf)

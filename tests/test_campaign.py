@@ -52,6 +52,13 @@ def test_radii_that_are_too_large_are_seen(monkeypatch):
     assert summary["by_method"]["gloro real"]["closest"] < 1
 
 
+def test_a_network_that_every_method_refuses_has_no_trials(monkeypatch):
+    monkeypatch.setattr(campaign, "certify", lambda *given: {})
+    row = campaign.examine(3, 4, "mlp")
+    assert row["ratios"] == {}
+    assert row["violations"] == []
+
+
 def relu(seed: int, sizes: list[int], size=(1, 2, 2), slope: float = 0.0) -> lipcert.Model:
     torch.manual_seed(seed)
     layers: list[nn.Module] = [nn.Flatten()]
