@@ -72,6 +72,7 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "new_full": lambda z, x: z * z.new_full((6,), x.max()),
     "full": lambda z, x: z * torch.full((6,), x.max()) if isinstance(x, Tensor) else z,
     "isinstance": lambda z, x: 2 * z if isinstance(x, Tensor) and x.max() > 0.5 else z,
+    "a branch that no example takes": lambda z, x: 2 * z if torch.is_tensor(z) and z.abs().max() > 1e3 else z,
     "try": caught,
     "error": raised,
     "numpy": lambda z, x: z * float(x.numpy().max()) if isinstance(x, Tensor) else z,
@@ -275,6 +276,7 @@ def test_what_is_kept_and_harmless_is_taken(change):
 
 
 HARMLESS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a number of a template": lambda z, x: z * float(torch.ones_like(z).max()),
     "a constant mask": lambda z, x: z[:, torch.tensor([True, False, True, True, True, True])].repeat(1, 2)[:, :6],
     "a constant number": lambda z, x: z * float(torch.arange(4).max()),
     "unused places": lambda z, x: z + x.flatten(1).max(1, keepdim=True).values,

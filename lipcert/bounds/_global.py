@@ -190,7 +190,7 @@ def _check_independence(model: nn.Module, images: Tensor) -> None:
     batch. It is also run in reverse order.
     """
     real = images.dtype == torch.float64 or getattr(model, "real", False) is True
-    batch, alone = map(torch.cat, examine(model, images, real))
+    batch, alone = map(torch.cat, examine(model, images, real)[:2])
     with torch.no_grad(), without_fused_kernels(), RealArithmetic() if real else nullcontext():  # as in ``examine``
         for inputs, expected in ((batch, alone), (batch.flip(0), alone.flip(0))):
             check_batch(model, inputs.clone(), expected)

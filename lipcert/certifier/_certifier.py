@@ -438,9 +438,11 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
     dtype = model.dtype if rounding is None else rounding.format.dtype  # the type of the copy's weights
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
     twin = model if dtype == model.dtype else copy.deepcopy(model).to(dtype)
-    images, results = map(torch.cat, examine(twin, image.to(dtype)))
+    examined = examine(twin, image.to(dtype))
+    images, results = map(torch.cat, examined[:2])
     own, graph = unchecked(twin, image.to(dtype), lambda part: False), capture(copied, image.double())
     same_operations(own, graph, "in another floating-point type")
+    examined.refuse_reads()
     if rounding is None:
         return
     images, deployed = images.double(), results.double()

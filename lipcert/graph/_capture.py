@@ -20,6 +20,7 @@ from lipcert.graph._graph import Graph, Node, canonical, tensors_in
 from lipcert.graph._replayed import APART, REPLAYED_AS
 from lipcert.graph._signatures import placed
 from lipcert.graph._witness import (
+    FORMED_LIKE,
     MOVED,
     NOISE,
     Derived,
@@ -42,8 +43,7 @@ from lipcert.numerics import (
 # Queries of shape, layout or type. The nominal tensor answers them; the result does not depend on the image.
 _FORM = frozenset(
     ("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "element_size", "is_floating_point",
-     "is_complex", "get_device", "storage_offset", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
-     "ones_like", "empty_like", "full_like", "result_type")
+     "is_complex", "get_device", "storage_offset", "result_type", *FORMED_LIKE)
 )  # fmt: skip
 _IN_PLACE_OPERATORS = frozenset(
     ("__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",

@@ -4,7 +4,8 @@
 out, and records every operation that depends on them. Here the module runs on ordinary tensors, for several images. A
 network is refused if its code
 
-- gives other results than the captured operations, as code that treats the two kinds of value differently does;
+- gives other results than the captured operations, as code that treats the two kinds of value differently does, or
+  reads values of the image where it knows that it has a tensor;
 - gives another result for an image that comes again, or where gradients or inference mode are enabled;
 - draws random numbers, keeps values of an image, or changes its own parameters, buffers or attributes;
 - runs other operations, or computes with other numbers, in another floating-point type;
@@ -37,6 +38,10 @@ from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, random_st
 # operation, 1024 times those of float64. They may move by MOVED of their largest entry, so rounding moves them by
 # about 2⁻³⁸.
 NOISE, MOVED = 2.0**-43, 2.0**-28
+# These read only the shape and type of a tensor.
+FORMED_LIKE = frozenset(
+    ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "empty_like", "full_like")
+)
 
 
 class Derived(TorchDispatchMode):
@@ -44,6 +49,7 @@ class Derived(TorchDispatchMode):
 
     Attributes:
         computes: whether a kernel computed something from it.
+        reads: the kernels that gave numbers of it to Python.
     """
 
     supports_higher_order_operators = True
@@ -52,6 +58,7 @@ class Derived(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.given = {StorageWeakRef(x.untyped_storage()) for x in tensors if x.layout == torch.strided}
         self.memory, self.noise, self.computes = set(self.given), noise, False
+        self.reads: set[str] = set()
         self.generator = torch.Generator().manual_seed(0)
 
     def __contains__(self, tensor: Any) -> bool:
@@ -63,8 +70,11 @@ class Derived(TorchDispatchMode):
     ) -> Any:
         given = list(leaves((args, kwargs or {})))
         outcome = kernel(*args, **(kwargs or {}))
-        if not any(leaf in self for leaf in given):
+        name = getattr(kernel, "__name__", "").split(".")[0]
+        if name in FORMED_LIKE or not any(leaf in self for leaf in given):
             return outcome
+        if torch.Tag.data_dependent_output in getattr(kernel, "tags", ()):
+            self.reads.add(name)
         before = {StorageWeakRef(x.untyped_storage()) for x in given if isinstance(x, Tensor)}
 
         def marked(leaf: Any) -> Any:
@@ -117,10 +127,16 @@ def first_run(module: nn.Module, image: Tensor) -> Any:
 
 
 class Examined(NamedTuple):
-    """Images, each of shape (1, C, H, W), and a network's results."""
+    """Images, each of shape (1, C, H, W), a network's results, and the kernels that read values out of an image."""
 
     images: list[Tensor]
     results: list[Tensor]
+    reads: frozenset[str] = frozenset()
+
+    def refuse_reads(self) -> None:
+        """Refuses a network that reads values; its capture, which knows the place, comes first."""
+        if self.reads:
+            raise UnsupportedCode([(f"{name}, which reads values of the image", "") for name in sorted(self.reads)])
 
 
 _EXAMINED: weakref.WeakKeyDictionary[nn.Module, tuple[Any, Examined]] = weakref.WeakKeyDictionary()
@@ -150,9 +166,10 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
         state = _state(module)
         if not close(results[0], _run(module, image), 0.0 if image.device.type == "cpu" else tolerance(results[0])):
             problems.append("forward code that gives two results for one image")
+        derived = Derived([image])  # code may take another way with the value that records operations
         for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
             try:
-                with mode:
+                with mode, derived:
                     result = _run(module, image.clone().requires_grad_() * 1 if gradients else image)
             except InputError:  # it does not run there
                 continue
@@ -164,7 +181,7 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
         problems.append("forward code that draws random numbers")
     if problems:
         raise UnsupportedCode([(problem, "") for problem in problems])
-    return Examined(images, results)
+    return Examined(images, results, frozenset(derived.reads))
 
 
 def _run(network: Callable[[Tensor], Any], image: Tensor) -> Any:
@@ -188,7 +205,8 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
 
 def compared(graph: Graph, examined: Examined) -> None:
     """Refuses a module whose results are not those of its graph."""
-    for image, result in zip(*examined, strict=True):
+    examined.refuse_reads()
+    for image, result in zip(examined.images, examined.results, strict=True):
         if not close(_run(graph.replay, image), result, tolerance(result)):
             raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
 
