@@ -254,7 +254,18 @@ def caches(net, z, x):
     return z + net.past
 
 
-@pytest.mark.parametrize("change", [counts, runs, delays, caches])
+def scales(net, z, x, kept={}):  # noqa: B006
+    kept.setdefault("size", z.detach().abs().max())
+    return z / kept["size"]
+
+
+def scales_by_a_number(net, z, x, kept={}):  # noqa: B006
+    kept.setdefault("size", None)
+    kept["size"] = kept["size"] or float(z.detach().abs().max())
+    return z / kept["size"]
+
+
+@pytest.mark.parametrize("change", [counts, runs, delays, caches, scales, scales_by_a_number])
 def test_networks_with_a_memory_are_refused(change):
     with pytest.raises(UnsupportedCode):
         Certifier(loaded(Stateful(change)), 0.1)
