@@ -334,7 +334,7 @@ def test_lower_norms_give_the_weights_of_the_cpu(device: torch.device, options: 
 
 
 def test_the_command_computes_where_it_is_told(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, seen = importlib.import_module("lipcert.results._certifier"), []
+    module, seen = importlib.import_module("lipcert.results._certify"), []
 
     class Seen(Certifier):
         def __init__(self, model: lipcert.Model, *arguments: Any, **options: Any):

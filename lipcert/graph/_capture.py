@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._composed import code_of, parts_of
@@ -200,6 +199,7 @@ class _Recorder:
         self.live: weakref.WeakValueDictionary[int, Tracked] = weakref.WeakValueDictionary()
         self.constants: list[tuple[Tensor, int, str, str]] = []
         self.computed = Constants(module, _tracks, lambda: self.path) if constants else None
+        self.derived: Derived | None = None
         self.problems: list[tuple[str, str]] = []
         self.precision = matmul_precision()
 
@@ -255,7 +255,8 @@ class _Recorder:
         versions = [write_count(value.tensor) for value in operands]
         if matmul_precision() != self.precision:
             raise self.refusal("code that changes the precision of float32 products")
-        with torch.no_grad(), _disable_current_modes(), self.computed.pause() if self.computed else nullcontext():
+        marks, constants = (x.pause() if x else nullcontext() for x in (self.derived, self.computed))
+        with torch.no_grad(), marks, constants:
             outcome = function(*nominal_args, **nominal_kwargs)
         if versions != [write_count(value.tensor) for value in operands]:
             raise self.refusal(f"{name} writing into its operand")
@@ -472,6 +473,7 @@ def capture(
     def captured(noise: float = 0.0) -> tuple[Graph, bool]:
         recorder = _Recorder(module, images, whole, real, constants and not noise)
         with Derived((*module.parameters(), *module.buffers()), noise) as derived:
+            recorder.derived = derived
             return recorder.graph(recorder.run(module, images.clone())), derived.computes
 
     with torch.no_grad(), RealArithmetic() if real else nullcontext():

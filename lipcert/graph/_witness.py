@@ -60,8 +60,17 @@ class Derived(TorchDispatchMode):
         self.given = {StorageWeakRef(x.untyped_storage()) for x in tensors if x.layout == torch.strided}
         self.memory, self.noise, self.computes = set(self.given), noise, False
         self.reads: set[str] = set()
-        self.earlier, self.stale = earlier, False
+        self.earlier, self.stale, self.paused = earlier, False, False
         self.generator = torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block nothing is marked."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
 
     def __contains__(self, tensor: Any) -> bool:
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
@@ -73,7 +82,7 @@ class Derived(TorchDispatchMode):
         given = list(leaves((args, kwargs or {})))
         outcome = kernel(*args, **(kwargs or {}))
         name = getattr(kernel, "__name__", "").split(".")[0]
-        if name in FORMED_LIKE:
+        if self.paused or name in FORMED_LIKE:
             return outcome
         dense = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
         self.stale |= any(StorageWeakRef(leaf.untyped_storage()) in self.earlier for leaf in dense)
