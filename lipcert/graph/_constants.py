@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lipcert.graph._composed import parts_of
 from lipcert.graph._graph import Node, canonical
 from lipcert.graph._signatures import placed
-from lipcert.graph._witness import write_count
+from lipcert.graph._witness import Pausable, write_count
 from lipcert.numerics import leaves, mapped, spelled_out
 
 # A constant that is not computed from others, such as ``torch.arange(9)``; its only argument is its value.
@@ -34,7 +34,7 @@ def out_of_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return replayed
 
 
-class Constants(TorchFunctionMode):
+class Constants(Pausable, TorchFunctionMode):
     """Records the operations between tensors that do not depend on the image.
 
     Args:
@@ -48,7 +48,6 @@ class Constants(TorchFunctionMode):
         self.tracks, self.path = tracks, path
         self.held = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
         self.made: dict[int, tuple[Tensor, int, Node]] = {}
-        self.paused = False
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,15 +72,6 @@ class Constants(TorchFunctionMode):
         elif not any(outcome is tensor for tensor in given):
             self.remember(*call, outcome)
         return outcome
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside the block tensors depend on the image: its nominal values."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
 
     def remember(
         self, function: Callable[..., Any], args: Any, kwargs: Any, outcome: Any, written: bool = False

@@ -44,7 +44,22 @@ FORMED_LIKE = frozenset(
 )
 
 
-class Derived(TorchDispatchMode):
+class Pausable:
+    """A mode that can be told to look away."""
+
+    paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block ``paused`` is true."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+class Derived(Pausable, TorchDispatchMode):
     """Marks the memory of some tensors, and of what kernels compute from it inside the ``with`` block.
 
     Attributes:
@@ -60,17 +75,8 @@ class Derived(TorchDispatchMode):
         self.given = {StorageWeakRef(x.untyped_storage()) for x in tensors if x.layout == torch.strided}
         self.memory, self.noise, self.computes = set(self.given), noise, False
         self.reads: set[str] = set()
-        self.earlier, self.stale, self.paused = earlier, False, False
+        self.earlier, self.stale = earlier, False
         self.generator = torch.Generator().manual_seed(0)
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside the block nothing is marked."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
 
     def __contains__(self, tensor: Any) -> bool:
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
