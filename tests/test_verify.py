@@ -400,9 +400,10 @@ def test_rows_about_other_models_are_refused(results):
     save(other, "other.safetensors")
     result = run("verify", "other.safetensors", "r.jsonl", code=2)
     assert result.stdout == ""
-    refusal = "lipcert: r.jsonl holds rows about other weights; give the model that was certified\n"
-    assert result.stderr.startswith("note: the weights are random")
-    assert result.stderr.endswith(refusal)
+    assert result.stderr == (
+        "note: the weights are random: train them (lipcert finetune), or give trained ones with --checkpoint FILE\n"
+        "lipcert: r.jsonl holds rows about other weights; give the model that was certified\n"
+    )
 
 
 DAMAGES = {
