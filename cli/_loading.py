@@ -18,6 +18,7 @@ from lipcert.inputs.data import Images
 from lipcert.inputs.loading import BUNDLED, load, resolve
 from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing, remarks
 from lipcert.model import Model
+from lipcert.numerics import keep_freed
 from lipcert.smoothing import Denoised
 
 from ._options import Weights
@@ -37,6 +38,7 @@ def load_model(
     pixels: Preprocessing | None = None,
 ) -> Model:
     """The model of a command on its device; reports which one it is if the user named none."""
+    keep_freed()
     arguments = parse_model_args(weights.model_args)
     source = resolve(model)
     asked = pixels or Preprocessing()

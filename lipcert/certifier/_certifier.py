@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pickle import PickleError
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,6 +71,8 @@ _CORES = {"cpu": 1, "cuda": 100}
 # more than _FEW images are certified together only if an operation on all of them needs less than this.
 _WORK_OF_A_THREAD = 1e6
 _FEW = 8
+# Memory is returned to the system no more often: pages that are used again have to be mapped again.
+_SECONDS = 10.0
 
 
 class Certifier:
@@ -127,6 +130,7 @@ class Certifier:
         self.eps, self.method, self.dtype = eps.eps, eps.method, eps.dtype
         self.attack = cast("Attack | None", eps.attack)
         check_environment(model.device, eps.dtype)
+        self._given = model.dtype
         self.model, rounding = _as_deployed(model, eps.dtype)
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, rounding)
@@ -185,6 +189,11 @@ class Certifier:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
 
+    @cached_property
+    def _quick(self) -> Model:
+        """The network in the type that it was given in."""
+        return copy.deepcopy(self.model).to(self._given)
+
     def _says(self, method: str, done: float) -> None:
         if self.watch is not None:
             self.watch(method, done)
@@ -213,7 +222,7 @@ class Certifier:
         try:
             with _at_most_threads(int(self.together * self._call / _WORK_OF_A_THREAD)):
                 results = self._run(images, labels)
-            give_back()  # over thousands of images, memory would fill with the holes between matrices of many sizes
+            give_back(_SECONDS)  # the holes between matrices of many sizes fill memory over thousands of images
             return results
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -246,7 +255,7 @@ class Certifier:
         attacked = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
         least = radii(computed, self.subject.margins.of(predicted))
-        hopes = self._hopes(images, predicted, broken, least)
+        hopes = self._hopes(images, predicted, computed, broken, least)
         # Where only a negligible radius is left, what rounding takes is not examined, and the radius is 0.
         examined = (least > NEGLIGIBLE * self.eps) | (~hopes.ruled_out & self.costly)
         reduced, proved = torch.zeros_like(computed), torch.ones_like(broken)
@@ -299,25 +308,23 @@ class Certifier:
             raise InputError("the network has changed since its certifier was made; make another Certifier")
         return alone
 
-    def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
+    def _hopes(self, images: Tensor, predicted: Tensor, computed: Tensor, broken: Tensor, least: Tensor) -> Hopes:
         """What staged certification can hope for at these images; other methods apply to all of them.
 
-        Where the global bound alone decides, nothing is left to hope for.
+        Where the global bound alone decides, nothing is left to hope for. Gradients and the attack are in the
+        network's own type, which is faster than float64; the logits in float64 say whether the attack succeeded.
         """
         if self.method != STAGED or not self.costly or self.subject.settings.at is not None or not len(images):
             return Hopes(None, torch.zeros_like(broken))
-        with torch.enable_grad():
-            limit = first_order_limit(self.model, images, predicted)
+        limit = first_order_limit(self._quick, images, predicted, computed)
         open_images = ~broken & (limit > self.eps) & limit.isfinite() & (least <= self.settings.largest_eps)
         open_images = open_images.nonzero()[:, 0]
         costly = any(method.work > _PASSES_OF_TRIAGE * self.subject.flops for method in self.methods.values())
         if self.attack is None and costly and len(open_images):
             self._says("attack", 0.0)
-            index = open_images.to(images.device)
-            broken = broken.clone()
-            broken[open_images] = _TRIAGE(
-                self.model, images[index], predicted.to(images.device)[index], self.eps
-            ).broken.cpu()
+            some, classes = images[open_images.to(images.device)].to(self._given), predicted[open_images]
+            found = _TRIAGE(self._quick, some, classes.to(images.device), self.eps).images
+            broken = broken.index_copy(0, open_images, self._logits(found.double()).argmax(1).cpu() != classes)
         return Hopes(limit, broken, self.eps)
 
     def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from lipcert.errors import InputError
 from lipcert.numerics import Upper
 
-# The number of norms that are kept.
+# The number of norms that are kept, and the norms by their hash.
 _KEPT = 4096
+KNOWN_NORMS: OrderedDict[bytes, Upper] = OrderedDict()
 
 
 def as_float64(weight: Tensor) -> Tensor:
@@ -52,19 +53,18 @@ def remembered(norm: Callable[..., Upper]) -> Callable[..., Upper]:
     A network is bounded several times, for its constant, its rounding errors, and the layers before a cut. The last
     norms are kept by a hash of the entries and the other arguments.
     """
-    kept: OrderedDict[bytes, Upper] = OrderedDict()
 
     @functools.wraps(norm)
     def once(matrices: Tensor, *args: Any) -> Upper:
         key = hashlib.blake2b(digest_size=32)
         key.update(matrices.detach().resolve_conj().resolve_neg().cpu().contiguous().numpy().data)
-        key.update(repr((matrices.shape, matrices.dtype, args)).encode())
+        key.update(repr((norm.__qualname__, matrices.shape, matrices.dtype, args)).encode())
         digest = key.digest()
-        if digest in kept:
-            return kept[digest]
-        result = kept[digest] = norm(matrices, *args)
-        while len(kept) > _KEPT:
-            kept.popitem(last=False)
+        if digest in KNOWN_NORMS:
+            return KNOWN_NORMS[digest]
+        result = KNOWN_NORMS[digest] = norm(matrices, *args)
+        while len(KNOWN_NORMS) > _KEPT:
+            KNOWN_NORMS.popitem(last=False)
         return result
 
     return once

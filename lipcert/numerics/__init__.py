@@ -32,7 +32,7 @@ from lipcert.numerics._l2 import (
     times,
     unit_vectors,
 )
-from lipcert.numerics._memory import give_back, is_out_of_memory, memory_left
+from lipcert.numerics._memory import give_back, is_out_of_memory, keep_freed, memory_left
 from lipcert.numerics._random_states import random_states
 from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.numerics._slack import INFLATE, SAFETY, SMALLEST_NORMAL, UNIT, at_most

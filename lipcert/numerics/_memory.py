@@ -6,6 +6,7 @@ import ctypes
 import math
 import re
 import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ import torch
 
 # Messages of torch's allocators, which raise RuntimeError on a CPU.
 _MESSAGES = re.compile(r"not enough memory|can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
+
+# Options of glibc's mallopt, and the bytes at the end of the heap that it keeps.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _KEPT = -1, -4, 2**30
+
+_given_back = 0.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -43,14 +49,30 @@ def _left_in_container() -> float:
         return math.inf
 
 
-def give_back() -> None:
-    """Returns free memory to the system. glibc keeps it, and matrices of many sizes fragment it."""
-    trim = _trim()
-    if trim is not None:
-        trim(0)
+def give_back(every: float = 0.0) -> None:
+    """Returns free memory to the system, at most once in ``every`` seconds.
+
+    glibc keeps it, and matrices of many sizes fragment it.
+    """
+    global _given_back
+    if _glibc() is not None and time.monotonic() - _given_back >= every:
+        _glibc().malloc_trim(0)
+        _given_back = time.monotonic()
+
+
+def keep_freed() -> None:
+    """Makes glibc keep what this process frees, in place of mapping memory for each large tensor anew.
+
+    A page that is mapped anew costs a fault, for large batches as much time as the arithmetic. :func:`give_back` still
+    returns it.
+    """
+    if _glibc() is not None:
+        _glibc().mallopt(_M_MMAP_MAX, 0)
+        _glibc().mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 @lru_cache(maxsize=1)
-def _trim() -> Any:
-    """glibc's malloc_trim; None for other C libraries."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+def _glibc() -> Any:
+    """The C library if it is glibc, else None."""
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return library if hasattr(library, "malloc_trim") else None

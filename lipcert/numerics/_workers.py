@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lipcert.numerics._memory import keep_freed
+
 _STARTING = threading.Lock()
 
 
@@ -83,5 +85,6 @@ class _Context(multiprocessing.context.SpawnContext):
 def _prepare(threads: int, make: Callable[[bytes], None] | None, given: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
     torch.set_num_threads(threads)
+    keep_freed()
     if make is not None:
         make(given)

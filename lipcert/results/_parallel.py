@@ -17,6 +17,7 @@ import torch
 
 from lipcert.errors import BrokenCertificate, InputError
 from lipcert.inputs.data import Batch
+from lipcert.norms import KNOWN_NORMS
 from lipcert.numerics import Certificates, memory_left, worker_pool
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Outcome = tuple[Certificates, float]
 # Workers are started if the images that remain take this process longer than so many seconds. A batch takes about as
 # long as if it had so many more images.
 _WORTH, _MORE = 15.0, 3
-# They start before the first image if a method may take more seconds for it; estimates are up to five times too high.
+# They start before the first image if a method may take more seconds for all; estimates are up to five times too high.
 _LONG = 60.0
 # Memory of a worker besides that of its images.
 _OF_A_WORKER = 2**29
@@ -56,8 +57,8 @@ def certified(
     """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
 
     Workers start after the first batches, if what is left takes long, or before. Each makes the certifier anew from the
-    network and the settings, and serves only if its bounds are the same. A batch is certified as a whole and on one
-    thread, so no radius depends on the number of workers, from 1 on.
+    network, its norms and the settings, and serves only if its bounds are the same. A batch is certified as a whole and
+    on one thread, so no radius depends on the number of workers, from 1 on.
 
     Args:
         certifier: certifies the batches in this process.
@@ -69,7 +70,8 @@ def certified(
         BrokenCertificate: an attack contradicts a certificate.
         InputError: a worker died.
     """
-    shared = workers > 1 and left != 1 and max(method.seconds for method in certifier.methods.values()) > _LONG
+    slowest = max(method.seconds for method in certifier.methods.values())
+    shared = workers > 1 and left != 1 and (left or 1) * slowest > _LONG
     while not shared:
         if (batch := next(batches, None)) is None:
             return
@@ -78,7 +80,7 @@ def certified(
         left = None if left is None else left - len(batch)
         shared = workers > 1 and (left is None or left * outcome[1] / (len(batch) + _MORE) > _WORTH)
     try:
-        given = pickle.dumps((certifier.model, certifier.settings, torch.get_num_threads()))
+        given = pickle.dumps((certifier.model, certifier.settings, KNOWN_NORMS))
     except Exception:  # code that only this process has, such as hooks
         for batch in batches:
             yield batch, *_timed(certifier, batch, True)
@@ -174,10 +176,10 @@ _MADE: list[Any] = []
 def _make(given: bytes) -> None:
     from lipcert.certifier import Certifier
 
-    model, settings, threads = pickle.loads(given)
-    torch.set_num_threads(threads)  # as where the other certifier was made
-    _MADE[:] = [Certifier(model, settings)]
+    model, settings, norms = pickle.loads(given)
+    KNOWN_NORMS.update(norms)
     torch.set_num_threads(1)
+    _MADE[:] = [Certifier(model, settings)]
 
 
 def _identity(certifier: Any = None) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ Radii = Callable[[Tensor, int], Tensor]
 
 _WIDER = 1.125
 # What rounding may take of a margin, relative to it, without a look at the image.
-NEGLIGIBLE = 1e-6
+NEGLIGIBLE = 5e-5
 # The number of entries of all values of the images that are examined together.
 ENTRIES_AT_ONCE = 2**24
 
