@@ -194,3 +194,20 @@ def test_torchrun_runs_the_commands(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     work(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_freed_memory_is_used_again():
+    code = """
+import resource, torch
+from lipcert.numerics import keep_freed
+keep_freed()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(2**24)  # 64 MiB
+before = faults()
+for _ in range(10):
+    torch.ones(2**24)
+print(faults() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**26 / os.sysconf("SC_PAGE_SIZE")

@@ -70,8 +70,7 @@ def certified(
         BrokenCertificate: an attack contradicts a certificate.
         InputError: a worker died.
     """
-    slowest = max(method.seconds for method in certifier.methods.values())
-    shared = workers > 1 and left != 1 and (left or 1) * slowest > _LONG
+    shared = workers > 1 and left != 1 and (left or 1) * _slowest(certifier) > _LONG
     while not shared:
         if (batch := next(batches, None)) is None:
             return
@@ -143,6 +142,11 @@ def _shared(
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
+
+
+def _slowest(certifier: Certifier) -> float:
+    """An estimate of the seconds for an image by the slowest method."""
+    return max(method.seconds for method in certifier.methods.values())
 
 
 def _timed(certifier: Any, batch: Batch, one_thread: bool) -> Outcome:
