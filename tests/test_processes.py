@@ -210,4 +210,4 @@ for _ in range(10):
 print(faults() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 2**26 / os.sysconf("SC_PAGE_SIZE")
+    assert int(done.stdout) < 2 * 2**26 / os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pickle import PickleError
 from typing import TYPE_CHECKING, Any, cast
 
@@ -130,7 +129,6 @@ class Certifier:
         self.eps, self.method, self.dtype = eps.eps, eps.method, eps.dtype
         self.attack = cast("Attack | None", eps.attack)
         check_environment(model.device, eps.dtype)
-        self._given = model.dtype
         self.model, rounding = _as_deployed(model, eps.dtype)
         self.analysis = analyze(self.model, progress=progress)
         _check_types(model, self.model, rounding)
@@ -188,11 +186,6 @@ class Certifier:
     def bound(self) -> Bound:
         """The global Lipschitz bound from pixels to logits."""
         return self.analysis.bound()
-
-    @cached_property
-    def _quick(self) -> Model:
-        """The network in the type that it was given in."""
-        return copy.deepcopy(self.model).to(self._given)
 
     def _says(self, method: str, done: float) -> None:
         if self.watch is not None:
@@ -255,7 +248,7 @@ class Certifier:
         attacked = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
         least = radii(computed, self.subject.margins.of(predicted))
-        hopes = self._hopes(images, predicted, computed, broken, least)
+        hopes = self._hopes(images, predicted, broken, least)
         # Where only a negligible radius is left, what rounding takes is not examined, and the radius is 0.
         examined = (least > NEGLIGIBLE * self.eps) | (~hopes.ruled_out & self.costly)
         reduced, proved = torch.zeros_like(computed), torch.ones_like(broken)
@@ -308,23 +301,25 @@ class Certifier:
             raise InputError("the network has changed since its certifier was made; make another Certifier")
         return alone
 
-    def _hopes(self, images: Tensor, predicted: Tensor, computed: Tensor, broken: Tensor, least: Tensor) -> Hopes:
+    def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
         """What staged certification can hope for at these images; other methods apply to all of them.
 
-        Where the global bound alone decides, nothing is left to hope for. Gradients and the attack are in the
-        network's own type, which is faster than float64; the logits in float64 say whether the attack succeeded.
+        Where the global bound alone decides, nothing is left to hope for.
         """
         if self.method != STAGED or not self.costly or self.subject.settings.at is not None or not len(images):
             return Hopes(None, torch.zeros_like(broken))
-        limit = first_order_limit(self._quick, images, predicted, computed)
+        with torch.enable_grad():
+            limit = first_order_limit(self.model, images, predicted)
         open_images = ~broken & (limit > self.eps) & limit.isfinite() & (least <= self.settings.largest_eps)
         open_images = open_images.nonzero()[:, 0]
         costly = any(method.work > _PASSES_OF_TRIAGE * self.subject.flops for method in self.methods.values())
         if self.attack is None and costly and len(open_images):
             self._says("attack", 0.0)
-            some, classes = images[open_images.to(images.device)].to(self._given), predicted[open_images]
-            found = _TRIAGE(self._quick, some, classes.to(images.device), self.eps).images
-            broken = broken.index_copy(0, open_images, self._logits(found.double()).argmax(1).cpu() != classes)
+            index = open_images.to(images.device)
+            broken = broken.clone()
+            broken[open_images] = _TRIAGE(
+                self.model, images[index], predicted.to(images.device)[index], self.eps
+            ).broken.cpu()
         return Hopes(limit, broken, self.eps)
 
     def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:

@@ -53,22 +53,20 @@ def too_loose(model: Model, log10: float, eps: float) -> str:
 
 
 @torch.enable_grad()
-def first_order_limit(model: Model, images: Tensor, predicted: Tensor, margins: Tensor | None = None) -> Tensor:
-    """min_j m_j/‖∇_x m_j‖ over the classes j with the smallest margins m_j = f_y − f_j, at N images.
-
-    ``margins``, shape (N, classes) with +inf at j = y, are those of a more exact model; by default they are its own.
-    """
-    pixels = images.detach().to(model.dtype).requires_grad_()
+def first_order_limit(model: Model, images: Tensor, predicted: Tensor) -> Tensor:
+    """min_j m_j/‖∇_x m_j‖ over the classes j with the smallest margins m_j = f_y − f_j, at N images."""
+    pixels = images.detach().clone().requires_grad_()
     logits = model(pixels)
     classes = predicted.to(logits.device)[:, None]
-    lead = logits.gather(1, classes) - logits
-    known = lead.detach().double().scatter(1, classes, math.inf) if margins is None else margins.to(logits.device)
-    limit = known.new_full((len(images),), math.inf)
-    for rival in known.argsort(1)[:, : min(_RIVALS, logits.shape[1] - 1)].unbind(1):
-        length = _steepness(lead.gather(1, rival[:, None]), pixels)
-        ratio = known.gather(1, rival[:, None])[:, 0] / length
-        limit = torch.minimum(limit, torch.where((length > 0) & length.isfinite(), ratio, math.inf))
-    return limit.nan_to_num(nan=math.inf, posinf=math.inf).cpu()
+    margins = logits.gather(1, classes) - logits
+    order = margins.detach().scatter(1, classes, math.inf).argsort(1)[:, : min(_RIVALS, logits.shape[1] - 1)]
+    limit = torch.full((len(images),), math.inf, dtype=torch.float64)
+    for rival in order.unbind(1):
+        margin = margins.gather(1, rival[:, None])[:, 0]
+        length = _steepness(margin, pixels)
+        ratio = torch.where(length > 0, margin.detach().double() / length, math.inf)
+        limit = torch.minimum(limit, ratio.nan_to_num(nan=math.inf, posinf=math.inf).cpu())
+    return limit
 
 
 def _steepness(values: Tensor, pixels: Tensor) -> Tensor:
@@ -140,7 +138,7 @@ def triage(model: Model, images: Images, eps: float) -> Triage | None:
     if logits.dim() != 2 or logits.shape[1] < 2:
         return None
     predicted = logits.argmax(1)
-    limits = first_order_limit(model, pixels, predicted)
+    limits = first_order_limit(model, pixels, predicted.cpu())
     correct = None if batch.labels is None else int((predicted.cpu() == batch.labels).sum())
     reachable = int((limits > eps).sum())
     return Triage(len(batch), correct, limits.sort().values.tolist(), reachable)
