@@ -35,7 +35,6 @@ def options(
             envvar="LIPCERT_IMPORT",
             help="A Python module to import first, from this folder or installed, which registers your own timm "
             "models or rules. May be repeated.",
-            show_default=False,
         ),
     ] = None,
     _: Annotated[

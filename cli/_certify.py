@@ -10,22 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from lipcert.errors import InputError
-from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import CertifySettings, parse_memory
 
 from ._commands import OUTPUT
-from ._errors import one_line_errors
 from ._options import (
     AsJson,
     Classes,
     Data,
     Denoiser,
-    Device,
     Labels,
     Limit,
     ModelNames,
+    ModelOptions,
     TimeBudget,
-    Weights,
     options_of,
     out,
 )
@@ -33,18 +30,12 @@ from ._parse import parse_duration, parse_shard, read_names
 from ._print import start
 
 
-@options_of(CertifySettings)
-@options_of(Preprocessing, "pixels")
-@options_of(Weights, "weights")
-@one_line_errors
+@options_of(settings=CertifySettings, source=ModelOptions)
 def certify(
     settings: partial[CertifySettings],
-    pixels: Callable[..., Preprocessing],
-    weights: Callable[..., Weights],
+    source: Callable[..., ModelOptions],
     models: ModelNames = None,
-    models_file: Annotated[
-        Path | None, typer.Option("--models", help="A text file with one model per line.", show_default=False)
-    ] = None,
+    models_file: Annotated[Path | None, typer.Option("--models", help="A text file with one model per line.")] = None,
     data: Data = None,
     classes: Classes = None,
     labels: Labels = None,
@@ -55,19 +46,17 @@ def certify(
     limit: Limit = None,
     shard: Annotated[
         str | None,
-        typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.", show_default=False),
+        typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out."),
     ] = None,
-    device: Device = "auto",
     memory: Annotated[
         str | None,
-        typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.", show_default=False),
+        typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free."),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="Processes that share the images; by default one for each core for costly methods on a CPU, else 0.",
-            show_default=False,
         ),
     ] = None,
     time_budget: TimeBudget = None,
@@ -79,7 +68,6 @@ def certify(
         float | None,
         typer.Option(
             help="Exit code 1 if the certified accuracy at the smallest eps is below this fraction.",
-            show_default=False,
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -88,7 +76,7 @@ def certify(
 ) -> None:
     """Certify images: no l2 perturbation of pixels within [0, 1] below the certified radius changes the prediction."""
     asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords.get("sigma"))]
-    asked_pixels, asked_weights = pixels(), weights()
+    asked_source = source()
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
     if no_out and out is not None:
@@ -98,9 +86,9 @@ def certify(
     size = None if memory is None else parse_memory(memory)
     names = [*(models or ()), *(read_names(models_file) if models_file else ())]
     several_models = models_file is not None or len(names) > 1
-    if several_models and asked_weights.checkpoint is not None:
+    if several_models and asked_source.checkpoint is not None:
         raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
-    start(*(() if several_models else names), *asked_weights.files, classes, labels, data=data)
+    start(*(() if several_models else names), *asked_source.files, classes, labels, data=data)
     from . import _certifying
 
     attacked = "autoattack" if autoattack else "pgd" if attack else None
@@ -109,7 +97,8 @@ def certify(
             settings=[settings(attack=attacked, sigma=one.sigma) for one in asked],
             names=names,
             several_models=several_models,
-            loading={"weights": asked_weights, "denoiser": denoiser, "device": device, "pixels": asked_pixels},
+            source=asked_source,
+            denoiser=denoiser,
             data=data,
             lists={"classes": classes, "labels": labels},
             limit=limit,
@@ -127,18 +116,13 @@ def certify(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of the command.
-
-    Attributes:
-        loading: the arguments of ``load_model`` besides the name.
-        until: when to stop, by the monotonic clock.
-        keep: whether rows go to a file that is named after the model.
-    """
+    """What is asked of the command; it stops at ``until``, by the monotonic clock."""
 
     settings: Sequence[CertifySettings]
     names: Sequence[str]
     several_models: bool
-    loading: Mapping[str, Any]
+    source: ModelOptions
+    denoiser: str | None
     data: str | None
     lists: Mapping[str, Any]
     limit: int | None
@@ -147,7 +131,7 @@ class Plan:
     workers: int | None
     until: float
     out: Path | None
-    keep: bool
+    keep: bool  # whether rows go to a file that is named after the model
     fail_under: float | None
     as_json: bool
     part: int = 0

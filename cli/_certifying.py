@@ -149,12 +149,11 @@ def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list
 
 def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
     """Certifies one model; for several σ once each, with files such as ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
-    check_environment(
-        torch.device("cpu")
-    )  # before loading: in another rounding mode the model's file would look damaged
+    # Before loading: in another rounding mode the model's file would look damaged.
+    check_environment(torch.device("cpu"))
     label = named(name, plan.data)
-    loaded = load_model(name, **plan.loading)
-    if untrained(loaded.net, plan.loading["weights"]):
+    loaded = load_model(name, plan.source, denoiser=plan.denoiser)
+    if untrained(loaded.net, plan.source):
         label += ", random weights: nothing to certify"
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
     images = open_images(plan.data, loaded, limit=limit, **plan.lists)
@@ -176,7 +175,7 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
             outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes)
         if len(plan.settings) > 1:
             outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
-        words = model_options(name, **plan.loading)
+        words = model_options(name, plan.source, plan.denoiser)
         outcomes.append(
             replace(outcome, words=words, channels=loaded.input_size[0], draw=partial(seconds_a_draw, loaded))
         )

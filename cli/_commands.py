@@ -19,6 +19,7 @@ import typer.core
 import typer.main
 
 from . import _print
+from ._errors import one_line_errors
 
 SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
@@ -97,7 +98,7 @@ class Commands(typer.core.TyperGroup):
         if cmd_name not in self.commands:
             module = importlib.import_module(f"{__package__}._{cmd_name}")
             one = typer.Typer(**SETTINGS, add_completion=False)
-            function = _with_quiet(getattr(module, cmd_name))
+            function = _with_quiet(one_line_errors(getattr(module, cmd_name)))
             one.command(cmd_name, cls=_Command, epilog=_epilog(cmd_name))(function)
             self.commands[cmd_name] = typer.main.get_command(one)
         return self.commands[cmd_name]

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipcert.errors import Interrupted
-from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import LOOSE, ConstrainSettings
 
 from ._advice import Status, advise
-from ._errors import one_line_errors
-from ._options import AsJson, Classes, Data, Device, Force, Labels, Limit, ModelName, Weights, options_of, out
+from ._options import AsJson, Classes, Data, Force, Labels, Limit, ModelName, ModelOptions, options_of, out
 from ._output import check_out, default_name
 from ._parse import parse_duration
 from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
@@ -31,32 +29,27 @@ if TYPE_CHECKING:
     from lipcert.inputs.processes import Processes
 
 
-@options_of(ConstrainSettings)
-@options_of(Preprocessing, "pixels")
-@options_of(Weights, "weights")
-@one_line_errors
+@options_of(settings=ConstrainSettings, source=ModelOptions)
 def constrain(
     settings: Callable[..., ConstrainSettings],
-    pixels: Callable[..., Preprocessing],
-    weights: Callable[..., Weights],
+    source: Callable[..., ModelOptions],
     model: ModelName = None,
     data: Data = None,
     classes: Classes = None,
     labels: Labels = None,
     limit: Limit = None,
-    device: Device = "auto",
     time_budget: Annotated[
         str | None,
-        typer.Option(help="Begin no layer after this time, such as 10m; others stay unchanged.", show_default=False),
+        typer.Option(help="Begin no layer after this time, such as 10m; others stay unchanged."),
     ] = None,
     out: out("Output file: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Lower the norms of the layers and preserve their outputs on images; holds out every fifth image."""
-    asked, asked_pixels, asked_weights = settings(), pixels(), weights()
+    asked, of_model = settings(), source()
     until = time.time() + parse_duration(time_budget)
-    start(model, *asked_weights.files, classes, labels, data=data)
+    start(model, *of_model.files, classes, labels, data=data)
     from lipcert.certvit import constrain as constrain_model
     from lipcert.inputs.artifact import save
     from lipcert.inputs.batches import EVERY
@@ -68,18 +61,18 @@ def constrain(
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
-        source = resolve(model)
-        loaded = load_model(model, asked_weights, device=device, pixels=asked_pixels)
-        path = out or default_name(str(source), "constrained")
-        check_out(path, [Path(source), *asked_weights.files], loaded, "constrain", force)
+        origin = resolve(model)
+        loaded = load_model(model, of_model)
+        path = out or default_name(str(origin), "constrained")
+        check_out(path, [Path(origin), *of_model.files], loaded, "constrain", force)
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
         show_preprocessing(images, loaded)
 
         try:
             with _phases() as show:
-                origin = {"data": data or "bundled", "limit": limit, "batch_size": batch}
+                given = {"data": data or "bundled", "limit": limit, "batch_size": batch}
                 batches = _Batches(images, processes, batch)
-                constrain_model(loaded, batches, origin=origin, progress=show, until=until, **vars(asked))
+                constrain_model(loaded, batches, origin=given, progress=show, until=until, **vars(asked))
         except KeyboardInterrupt as stop:
             raise Interrupted("interrupted; nothing was written") from stop
         report = cast("ConstraintReport", loaded.constraint)
@@ -94,10 +87,10 @@ def constrain(
             bound = report.after.log10_bound
             words = [str(path)]
             if bound is not None and bound > LOOSE:  # smoothing has no use for smaller norms
-                words = model_options(model, weights=asked_weights, device=device, pixels=asked_pixels)
+                words = model_options(model, of_model)
             draw = functools.partial(seconds_a_draw, loaded)
             status = Status(words, loaded.input_size[0], log10=bound, data=data, lists=lists, draw=draw)
-            _print_report(report, str(source), path, status)
+            _print_report(report, str(origin), path, status)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipcert.errors import UnsupportedOperation
-from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import LOOSE, one_of
 
 from ._advice import Status, advise
-from ._errors import one_line_errors
-from ._options import AsJson, Device, Force, Weights, choice, options_of, out
+from ._options import AsJson, Force, ModelOptions, choice, options_of, out
 from ._output import check_out, default_name
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
@@ -35,12 +33,9 @@ _CHOICES = {
 }
 
 
-@options_of(Preprocessing, "pixels")
-@options_of(Weights, "weights")
-@one_line_errors
+@options_of(source=ModelOptions)
 def convert(
-    pixels: Callable[..., Preprocessing],
-    weights: Callable[..., Weights],
+    source: Callable[..., ModelOptions],
     model: Annotated[
         str,
         typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled."),
@@ -61,10 +56,8 @@ def convert(
         str | None,
         typer.Option(
             help=f"Calibrate on the first {IMAGES} of these images; kinds as for certify --data.",
-            show_default=False,
         ),
     ] = None,
-    device: Device = "auto",
     out: out("Output file: <name>.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
@@ -73,17 +66,17 @@ def convert(
     choices: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
     for name, value in choices.items():
         one_of(name, value, _CHOICES[name])
-    asked, asked_weights = pixels(), weights()
-    start(model, *asked_weights.files, data=data)
+    asked = source()
+    start(model, *asked.files, data=data)
     from lipcert.inputs.artifact import save
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
     from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing
 
-    loaded = load_model(model, asked_weights, device=device, pixels=asked)
+    loaded = load_model(model, asked)
     path = out or default_name(loaded.source.get("name", model))
-    check_out(path, [Path(model), *asked_weights.files], loaded, "convert", force)
+    check_out(path, [Path(model), *asked.files], loaded, "convert", force)
     images, origin = None, {}
     if data is not None:
         opened = open_images(data, loaded, limit=IMAGES, purpose="train")
@@ -107,8 +100,8 @@ def convert(
     words = [str(path)]
     if (
         log10 is not None and log10 > LOOSE
-    ):  # no method will certify the converted model, and the original is more accurate
-        words = model_options(model, weights=asked_weights, device=device, pixels=asked)
+    ):  # no method certifies the converted model, and the original is more accurate
+        words = model_options(model, asked)
     status = Status(words, loaded.input_size[0], log10=log10, data=data, draw=functools.partial(seconds_a_draw, loaded))
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     unchanged: dict[str, list[str]] = {}

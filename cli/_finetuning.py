@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
 from lipcert.inputs.loading import resolve
-from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.results import share
@@ -35,8 +34,9 @@ from lipcert.training import (
 from lipcert.training import finetune as train
 
 from ._advice import Advice, Status, advise
+from ._finetune import TrainingImages
 from ._loading import load_model, show_preprocessing
-from ._options import Weights
+from ._options import ModelOptions
 from ._output import check_out, default_name
 from ._print import busy, command, print_facts, print_json, progress, say, words_of
 from ._torchrun import torchrun
@@ -47,38 +47,23 @@ _SECONDS = 10.0
 _HELD_OUT = 50, 500  # the least and the most images that are held out by default
 
 
-@dataclass(frozen=True)
-class TrainingImages:
-    """The training images; a checkpoint and the recipe record these settings."""
+def _augmentation(of: TrainingImages) -> Augmentation:
+    return Augmentation(of.crop, of.randaugment, of.cutout) if of.augment else Augmentation("none")
 
-    data: str
-    limit: int | None = None
-    batch_size: int = 64
-    augment: bool = True
-    crop: str = "resized"
-    randaugment: str | None = None
-    cutout: float = 0.0
-    mix: str | None = None
-    mix_ratio: float | None = None
 
-    @property
-    def augmentation(self) -> Augmentation:
-        """The random changes of the images."""
-        return Augmentation(self.crop, self.randaugment, self.cutout) if self.augment else Augmentation("none")
-
-    def batches(self, images: Images, model: Model, count: Callable[[int], None]) -> Batches | Mixed:
-        """The batches of an epoch; ``count`` is called with the number of images after each batch."""
-        others = 0 if self.mix is None else round(self.batch_size * (self.mix_ratio or 0.0))
-        first = Batches(images, model, self.batch_size - others, self.augmentation, count)
-        if self.mix is None:
-            return first
-        return Mixed(first, Batches(open_images(self.mix, model, purpose="train"), model, others, self.augmentation))
+def _batches(of: TrainingImages, images: Images, model: Model, count: Callable[[int], None]) -> Batches | Mixed:
+    """The batches of an epoch; ``count`` is called with the number of images after each batch."""
+    others = 0 if of.mix is None else round(of.batch_size * (of.mix_ratio or 0.0))
+    first = Batches(images, model, of.batch_size - others, _augmentation(of), count)
+    if of.mix is None:
+        return first
+    return Mixed(first, Batches(open_images(of.mix, model, purpose="train"), model, others, _augmentation(of)))
 
 
 def run(
     given: Mapping[str, Any],
     recipe: str | None,
-    pixels: Preprocessing,
+    of_model: ModelOptions,
     model: str | None,
     teacher: str | None,
     images_given: Mapping[str, Any],
@@ -90,23 +75,21 @@ def run(
     out: Path | None,
     force: bool,
     as_json: bool,
-    weights: Weights,
-    device: str,
 ) -> None:
     """Trains the model and writes it to a file."""
-    _ = TrainingImages(**images_given).augmentation  # checks its settings before the model is read
+    _augmentation(TrainingImages(**images_given))  # checks its settings before the model is read
     with torchrun() as processes:
         source = resolve(model)
-        loaded = load_model(model, weights, new_head=True, device=device, pixels=pixels)
+        loaded = load_model(model, of_model, new_head=True)
         reason = "asked for"
         if recipe is None and "loss" not in given and "sigma" not in given:
             recipe, reason = recipe_for(loaded)
         asked = settings_for(loaded, recipe, given)
         of = TrainingImages(**{**(RECIPES[recipe].images if recipe else {}), **images_given})
         path = out or default_name(str(source), "finetuned")
-        check_out(path, [Path(source), *weights.files], loaded, "finetune", force, asked.described())
+        check_out(path, [Path(source), *of_model.files], loaded, "finetune", force, asked.described())
         unfinished, best = (path.with_name(f"{path.name}.{kind}") for kind in ("checkpoint", "best"))
-        taught = None if teacher is None else load_model(teacher, Weights(), device=device)
+        taught = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
         check_trainable(loaded, asked, taught)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
         validation, write_log = None, None if log is None else Log(log)
@@ -151,12 +134,11 @@ def run(
                     f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}",
                 )
 
-            batches = of.batches(images, loaded, count_up)
+            batches = _batches(of, images, loaded, count_up)
             sample = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN), purpose="train", **lists)
             before = _accuracy(loaded, sample, processes, asked, update)
             update(0, total, f"epoch 1 of {asked.epochs}")
             try:
-                settings = {field.name: getattr(asked, field.name) for field in fields(asked)}
                 train(
                     loaded,
                     batches,
@@ -165,7 +147,7 @@ def run(
                     checkpoint=unfinished,
                     progress=finished,
                     until=until,
-                    **settings,
+                    **{field.name: getattr(asked, field.name) for field in fields(asked)},
                 )
             except KeyboardInterrupt as error:
                 outcome = f"rerun to continue from {unfinished}" if unfinished.exists() else "no epoch was finished"

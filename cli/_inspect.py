@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import LOOSE, unreached
 
 from ._advice import Status, advise
-from ._errors import one_line_errors
-from ._options import AsJson, Device, ModelName, Weights, options_of
+from ._options import AsJson, ModelName, ModelOptions, options_of
 from ._print import lower, print_facts, print_json, print_table, progress, start, upper
 
 if TYPE_CHECKING:
@@ -25,27 +23,23 @@ NAMED = 3
 MARGIN, PIXEL_STEP = 10.0, 1 / 255
 
 
-@options_of(Preprocessing, "pixels")
-@options_of(Weights, "weights")
-@one_line_errors
+@options_of(source=ModelOptions)
 def inspect(
-    pixels: Callable[..., Preprocessing],
-    weights: Callable[..., Weights],
+    source: Callable[..., ModelOptions],
     model: ModelName = None,
     everything: Annotated[
         bool, typer.Option("--all", help=f"Show every operation on the path, not only the {TOP} worst.")
     ] = False,
-    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show the Lipschitz constants of the operations on the path that determines the global bound."""
-    asked, asked_weights = pixels(), weights()
-    start(model, *asked_weights.files)
+    asked = source()
+    start(model, *asked.files)
     from lipcert.bounds import lipschitz
 
     from ._loading import load_model, model_options, seconds_a_draw
 
-    loaded = load_model(model, asked_weights, features=True, device=device, pixels=asked)
+    loaded = load_model(model, asked, features=True)
     with progress("reading the network") as update:
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)
@@ -74,7 +68,7 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        words = model_options(model, weights=asked_weights, device=device, pixels=asked)
+        words = model_options(model, asked)
         draw = functools.partial(seconds_a_draw, loaded)
         facts += advise(Status(words, loaded.input_size[0], log10=bound.log10, draw=draw)).facts
     print_facts(facts)

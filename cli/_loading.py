@@ -16,12 +16,12 @@ from timm.models import get_pretrained_cfg
 from lipcert.errors import InputError, LoadError, first_line
 from lipcert.inputs.data import Images
 from lipcert.inputs.loading import BUNDLED, load, resolve
-from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing, remarks
+from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
 from lipcert.model import Model
 from lipcert.numerics import keep_freed
 from lipcert.smoothing import Denoised
 
-from ._options import Weights
+from ._options import ModelOptions, Weights
 from ._parse import parse_model_args
 from ._print import busy, say, typed, words_of
 
@@ -30,18 +30,16 @@ _SAMPLED = 64  # images whose sizes are read
 
 def load_model(
     model: str | None,
-    weights: Weights,
+    asked: ModelOptions,
+    *,
     features: bool = False,
     denoiser: str | None = None,
-    device: str = "cpu",
     new_head: bool = False,
-    pixels: Preprocessing | None = None,
 ) -> Model:
     """The model of a command on its device; reports which one it is if the user named none."""
     keep_freed()
-    arguments = parse_model_args(weights.model_args)
+    arguments = parse_model_args(asked.model_args)
     source = resolve(model)
-    asked = pixels or Preprocessing()
     if timm.is_model(str(source)) and get_pretrained_cfg(str(source)) is None:  # it states nothing of its images
         arguments |= asked.stated(arguments.get("in_chans", 3))
     if model is None:
@@ -51,8 +49,8 @@ def load_model(
         try:
             loaded = load(
                 source,
-                pretrained=not weights.no_pretrained,
-                checkpoint=weights.checkpoint,
+                pretrained=not asked.no_pretrained,
+                checkpoint=asked.checkpoint,
                 features=features,
                 new_head=new_head,
                 **arguments,
@@ -62,12 +60,12 @@ def load_model(
                 raise
             reason = str(error).partition(";")[0]
             raise LoadError(f"{reason}; with a file of its weights: {typed('--checkpoint', 'FILE')}") from error
-    if not (weights.no_pretrained or new_head) and untrained(loaded.net, weights):
+    if not (asked.no_pretrained or new_head) and untrained(loaded.net, asked):
         say("note: the weights are random: train them (lipcert finetune), or give trained ones with --checkpoint FILE")
     if denoiser is not None:
         loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
     asked.apply(loaded)
-    move_to(loaded, device)
+    move_to(loaded, asked.device)
     return loaded
 
 
@@ -99,25 +97,15 @@ def untrained(net: torch.nn.Module, weights: Weights) -> bool:
     return bool(vectors) and all(bool((vector == vector[0]).all()) for vector in vectors)
 
 
-def model_options(
-    model: str | None,
-    *,
-    weights: Weights,
-    denoiser: str | None = None,
-    device: str = "auto",
-    pixels: Preprocessing | None = None,
-) -> list[str]:
+def model_options(model: str | None, asked: ModelOptions, denoiser: str | None = None) -> list[str]:
     """The words that name the same model again in another command: its name, and the options that were given."""
     words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
-    words += words_of({"checkpoint": weights.checkpoint, "model-args": weights.model_args, "denoiser": denoiser})
-    words += ["--no-pretrained"] if weights.no_pretrained else []
-    words += [] if device == "auto" else ["--device", device]
-    for field in fields(pixels) if pixels is not None else ():
-        value = getattr(pixels, field.name)
-        if value is not None:
+    for one in fields(asked):
+        value = getattr(asked, one.name)
+        if value != one.default:
             text = ",".join(f"{x:.9g}" for x in value) if isinstance(value, tuple) else str(value)
-            words += [f"--{field.name.replace('_', '-')}", text]
-    return words
+            words += [f"--{one.name.replace('_', '-')}", *([] if value is True else [text])]
+    return words + words_of({"denoiser": denoiser})
 
 
 def _denoiser_of(text: str) -> torch.nn.Module:

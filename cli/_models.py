@@ -10,21 +10,18 @@ from lipcert.errors import InputError
 from lipcert.inputs.checkpoints import Checkpoint, checkpoints
 from lipcert.inputs.zoo import Architecture, architectures, roundings
 
-from ._errors import one_line_errors
 from ._options import AsJson
 from ._print import busy, command, percent, print_facts, print_json, print_table, say
 
 _COLUMNS = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method")
 
 
-@one_line_errors
 def models(
     name: Annotated[
         str | None,
         typer.Argument(
             metavar="NAME",
             help="An architecture of timm, or a checkpoint that comes with lipcert; by default all of these.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

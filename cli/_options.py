@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import option, settings_of
 
 from ._commands import MODEL, OUTPUT
@@ -27,43 +28,27 @@ def choice(choices: Sequence[str]) -> dict[str, Any]:
 
 def out(help: str) -> Any:
     """The option ``--out``."""
-    return Annotated[Path | None, typer.Option("--out", "-o", help=help, show_default=False, rich_help_panel=OUTPUT)]
+    return Annotated[Path | None, typer.Option("--out", "-o", help=help, rich_help_panel=OUTPUT)]
 
 
-ModelName = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False),
-]
-ModelNames = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False),
-]
+ModelName = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+ModelNames = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Denoiser = Annotated[
     str | None,
     typer.Option(
         metavar="[dct|natural|MODULE:NAME]",
         help="Denoise images first: dct (no weights), natural (a network for natural images), or MODULE:NAME, a "
         "function or class in your Python module that returns a torch.nn.Module.",
-        show_default=False,
         rich_help_panel=MODEL,
     ),
 ]
 TimeBudget = Annotated[
-    str | None,
-    typer.Option(help="Stop after about this time, such as 10m; the same command continues.", show_default=False),
+    str | None, typer.Option(help="Stop after about this time, such as 10m; the same command continues.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.", rich_help_panel=OUTPUT)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.", rich_help_panel=OUTPUT)]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Device; auto: a GPU if there is one.",
-        metavar="[auto|cpu|cuda|cuda:N]",
-    ),
-]
-Limit = Annotated[
-    int | None, typer.Option(help="Use only this many images, drawn by a fixed shuffle.", show_default=False)
-]
+LIMIT = "Use only this many images, drawn by a fixed shuffle."
+Limit = Annotated[int | None, typer.Option(help=LIMIT)]
 _DATA = "One image, or a folder or .tar of images (class folders give labels), or torch/NAME or hfds/NAME [:SPLIT]"
 Data = Annotated[
     str | None,
@@ -71,45 +56,32 @@ Data = Annotated[
         "--data",
         "--data-dir",
         help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size.",
-        show_default=False,
     ),
 ]
 Classes = Annotated[
     Path | None,
     typer.Option(
-        help="A file with the classes in the order of the model: a name a line, or JSON; JSON may give numbers.",
-        show_default=False,
+        help="A file with the classes in the order of the model: a name a line, or JSON; JSON may give numbers."
     ),
 ]
-Labels = Annotated[
-    Path | None,
-    typer.Option(help="A CSV file with columns filename and label.", show_default=False),
-]
-LabelledData = Annotated[
-    str,
-    typer.Option(
-        "--data",
-        "--data-dir",
-        help="A folder or .tar with class folders, or torch/NAME or hfds/NAME [:SPLIT].",
-    ),
-]
+Labels = Annotated[Path | None, typer.Option(help="A CSV file with columns filename and label.")]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where the weights of a command's model come from."""
+    """Where the weights of a command's model come from, and the device that it runs on."""
 
     checkpoint: Path | None = option(
         "Weights for the timm name: .safetensors, or a PyTorch file.", None, Path | None, group=MODEL
     )
-    no_pretrained: bool = option("Use random weights; download nothing.", False, bool, group=MODEL)
+    no_pretrained: bool = option("Use random weights; download nothing.", False, group=MODEL)
     model_args: str | None = option(
         'timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".',
         None,
-        str | None,
         group=MODEL,
         alias="--model-kwargs",
     )
+    device: str = option("Device; auto: a GPU if there is one.", "auto", choices=("auto", "cpu", "cuda", "cuda:N"))
 
     def __post_init__(self) -> None:
         parse_model_args(self.model_args)
@@ -120,56 +92,58 @@ class Weights:
         return [] if self.checkpoint is None else [self.checkpoint]
 
 
-def _annotated(typed: Any, about: Any) -> Any:
-    return Annotated[typed, about]
+@dataclass(frozen=True)
+class ModelOptions(Preprocessing, Weights):
+    """The options of a command's model, besides its name."""
+
+    def __post_init__(self) -> None:
+        Preprocessing.__post_init__(self)
+        Weights.__post_init__(self)
 
 
 _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
-def options_of(kind: type, name: str = "settings") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces one parameter of a command by an option for each field of a settings class that has a help text.
+def _parameter(one: Field[Any]) -> inspect.Parameter:
+    """The option of a field that has a help text."""
+    kind: Any = one.metadata["typed"]
+    default = one.default if one.metadata["given"] is None else one.metadata["given"]
+    name = one.name.replace("_", "-")
+    flag = f"--{name}/--no-{name}" if default is True else f"--{name}"
+    about = typer.Option(
+        *filter(None, (flag, one.metadata["alias"])),
+        help=one.metadata["help"],
+        show_default=kind is not bool,
+        rich_help_panel=one.metadata["group"],
+        **choice(one.metadata["choices"]),
+    )
+    default = inspect.Parameter.empty if default is MISSING else default
+    return inspect.Parameter(one.name, _CONTEXT.kind, default=default, annotation=Annotated[kind, about])
 
-    For that parameter the command receives a function that creates the settings from the options that were given and
+
+def options_of(**kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces parameters of a command by an option for each field of settings classes that has a help text.
+
+    For such a parameter the command receives a function that creates the settings from the options that were given and
     from the remaining fields.
     """
-    entries = [one for one in fields(kind) if "help" in one.metadata]
-
-    def parameter(one: Field[Any]) -> inspect.Parameter:
-        meta = one.metadata
-        default = one.default if meta["given"] is None else meta["given"]
-        required = default in (MISSING, ...)
-        more = {} if meta["typed"] is bool else choice(meta["choices"])
-        flag = f"--{one.name.replace('_', '-')}"
-        flags = [flag, *meta["alias"]] if meta["typed"] is bool or meta["alias"] else []
-        about = typer.Option(
-            *flags,
-            help=meta["help"],
-            show_default=default is not None and meta["typed"] is not bool,
-            rich_help_panel=meta["group"],
-            **more,
-        )
-        default = inspect.Parameter.empty if required else default
-        return inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_annotated(meta["typed"], about)
-        )
-
-    options = [parameter(one) for one in entries]
+    entries = {name: [one for one in fields(kind) if "help" in one.metadata] for name, kind in kinds.items()}
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        nested = "context" in signature.parameters  # another class's options already ask for it
 
         @functools.wraps(command)
-        def run(**arguments: Any) -> None:
-            values = {one.name: arguments.pop(one.name) for one in entries}
-            source = (arguments["context"] if nested else arguments.pop("context")).get_parameter_source
-            unset = ("DEFAULT", "None")
-            given = {one: value for one, value in values.items() if getattr(source(one), "name", "None") not in unset}
-            command(**{name: functools.partial(settings_of, kind, **given)}, **arguments)
+        def run(*, context: typer.Context, **arguments: Any) -> None:
+            for name, kind in kinds.items():
+                values = {one.name: arguments.pop(one.name) for one in entries[name]}
+                sources = {one: getattr(context.get_parameter_source(one), "name", "None") for one in values}
+                given = {one: value for one, value in values.items() if sources[one] not in ("DEFAULT", "None")}
+                arguments[name] = functools.partial(settings_of, kind, **given)
+            command(**arguments)
 
-        others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != name]
-        run.__signature__ = signature.replace(parameters=[*options, *others, *([] if nested else [_CONTEXT])])  # type: ignore[attr-defined]
+        options = [_parameter(one) for some in entries.values() for one in some]
+        others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name not in kinds]
+        run.__signature__ = signature.replace(parameters=[*options, *others, _CONTEXT])  # type: ignore[attr-defined]
         return run
 
     return decorated

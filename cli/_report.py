@@ -5,12 +5,10 @@ from typing import Annotated
 
 import typer
 
-from ._errors import one_line_errors
 from ._options import AsJson
 from ._print import busy, command, print_facts, print_json, print_table, say, start
 
 
-@one_line_errors
 def report(
     results: Annotated[
         list[Path],
@@ -19,25 +17,16 @@ def report(
             help="Files that certify --out wrote, or folders of them.",
         ),
     ],
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.", show_default=False)] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Write the report as Markdown, with separate figures.", show_default=False)
-    ] = None,
-    card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.", show_default=False)] = None,
-    csv: Annotated[
-        Path | None, typer.Option(help="Write a table, a line for each eps and result.", show_default=False)
-    ] = None,
-    license: Annotated[
-        str | None, typer.Option(help="Licence of the model for its card, such as apache-2.0.", show_default=False)
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="Hub id of the base model, for the card.", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the report as Markdown, with separate figures.")] = None,
+    card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a table, a line for each eps and result.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence of the model for its card, such as apache-2.0.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the base model, for the card.")] = None,
     eps: Annotated[
         list[str] | None,
         typer.Option(
             help="Show results at this radius; repeatable. Default: the eps of the runs.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -9,13 +9,12 @@ import typer
 from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import Preprocessing
 
-from ._errors import one_line_errors
 from ._options import (
     AsJson,
     Classes,
     Denoiser,
-    Device,
     Labels,
+    ModelOptions,
     Weights,
     options_of,
 )
@@ -24,8 +23,7 @@ from ._print import command, complain, print_facts, print_json, progress, say, s
 SAMPLE = 16
 
 
-@options_of(Weights, "weights")
-@one_line_errors
+@options_of(weights=Weights)
 def verify(
     weights: Callable[..., Weights],
     model: Annotated[
@@ -45,12 +43,10 @@ def verify(
         str | None,
         typer.Option(
             help="The images, if they have moved.",
-            show_default=False,
         ),
     ] = None,
     classes: Classes = None,
     labels: Labels = None,
-    device: Device = "auto",
     as_json: AsJson = False,
     denoiser: Denoiser = None,
 ) -> None:
@@ -71,7 +67,7 @@ def verify(
 
     run = read_run(results)
     recorded = Preprocessing.of_summary(run.summary.get("preprocessing") or {})
-    loaded = load_model(model, asked_weights, denoiser=denoiser, device=device, pixels=recorded)
+    loaded = load_model(model, ModelOptions(**vars(asked_weights), **vars(recorded)), denoiser=denoiser)
     check_model(run, loaded)
     settings = run.settings(attack_of(run))
     earlier = run.summary["data"]

@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import typer
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.cli._report import report as command
+from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.report import _build, _card, _figures, model_card, read_runs, remarks, to_html, write
@@ -90,9 +89,7 @@ def results(tmp_path, monkeypatch):
 
 
 def run(*arguments, code: int = 0):
-    app = typer.Typer()
-    app.command()(command)
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
     assert result.exit_code == code, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
@@ -524,8 +521,6 @@ def test_write_returns_what_it_wrote(results, tmp_path):
 
 def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from lipcert.cli import app
-
     arguments = ["digits-vit", "--eps", "36/255", "--limit", "2", "--at", "blocks.1", "--method", "anchored"]
     printed = CliRunner().invoke(app, ["certify", *arguments, "--out", "r.jsonl"])
     assert "perturbations of the output of blocks.1, not of the pixels" in printed.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lipcert.errors import InputError
@@ -17,7 +18,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # timm's defaults for resizing, used if a model's configuration lacks an entry.
 RESIZING: dict[str, Any] = {"interpolation": "bilinear", "crop_pct": 0.875, "crop_mode": "center"}
 
-_GROUP = "Preprocessing; by default from the configuration of the model"
+_option = partial(option, group="Preprocessing; by default from the configuration of the model")
 # No remark if at least this share of an image is kept; the rest is rounding of sizes.
 _WHOLE = 0.999
 # No mean and no standard deviation of pixels in [0, 1] is larger; somewhat more is left to odd networks.
@@ -37,21 +38,11 @@ class Preprocessing:
         interpolation: one of ``INTERPOLATIONS``.
     """
 
-    mean: Sequence[float] | str | None = option(
-        "Mean of the normalisation: 0.5, or 0.485,0.456,0.406.", None, str | None, group=_GROUP
-    )
-    std: Sequence[float] | str | None = option(
-        "Standard deviation of the normalisation, likewise.", None, str | None, group=_GROUP
-    )
-    crop_pct: float | None = option(
-        "Centre crop, as a fraction of the side of the resized image.", None, float | None, group=_GROUP
-    )
-    input_size: Sequence[int] | str | None = option(
-        "Height and width of the network's input: 224, or 224,192.", None, str | None, group=_GROUP
-    )
-    interpolation: str | None = option(
-        "Interpolation for resizing.", None, str | None, choices=INTERPOLATIONS, group=_GROUP
-    )
+    mean: Sequence[float] | str | None = _option("Mean of the normalisation: 0.5, or 0.485,0.456,0.406.", None)
+    std: Sequence[float] | str | None = _option("Standard deviation of the normalisation, likewise.", None)
+    crop_pct: float | None = _option("Centre crop, as a fraction of the side of the resized image.", None, float | None)
+    input_size: Sequence[int] | str | None = _option("Height and width of the network's input: 224, or 224,192.", None)
+    interpolation: str | None = _option("Interpolation for resizing.", None, choices=INTERPOLATIONS)
 
     def __post_init__(self) -> None:
         for name, kind in (("mean", float), ("std", float), ("input_size", int)):

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from fractions import Fraction
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -27,6 +28,7 @@ RigorAsked = Literal["probabilistic", "deterministic"]
 
 EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5 or 1e-3."
 _NOISE = "Options of method smoothing"
+_noise = partial(option, group=_NOISE)
 # In place of a standard deviation: choose one on other images.
 AUTO = "auto"
 RIGORS = ("probabilistic", "deterministic")
@@ -86,29 +88,15 @@ class CertifySettings:
         "Certify exact arithmetic (real), or a forward pass in this format.", DTYPES[0], choices=DTYPES
     )
     rigor: RigorAsked = option("deterministic: no random start vectors; for small networks.", RIGORS[0], choices=RIGORS)
-    at: str | int | None = option(
-        "Perturb the output of a module, such as patch_embed, in place of the pixels.", None, typed=str | None
+    at: str | int | None = option("Perturb the output of a module, such as patch_embed, in place of the pixels.", None)
+    sigma: float | str | None = _noise(
+        "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.", None
     )
-    sigma: float | str | None = option(
-        "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.",
-        None,
-        typed=str | None,
-        group=_NOISE,
-    )
-    samples: int = option("Maximum number of noise draws per image.", 1_000, typed=int, group=_NOISE)
-    alpha: float = option("Failure probability per image.", 1e-3, typed=float, group=_NOISE)
-    all_samples: bool = option(
-        "No early stopping: use all draws, for larger radii.",
-        False,
-        typed=bool,
-        group=_NOISE,
-    )
-    seed: int = option("Seed of the noise.", 0, typed=int, group=_NOISE)
-    time: float = option(
-        "Staged: skip methods with an estimated CPU time per image above this many seconds.",
-        100.0,
-        typed=float,
-    )
+    samples: int = _noise("Maximum number of noise draws per image.", 1_000)
+    alpha: float = _noise("Failure probability per image.", 1e-3)
+    all_samples: bool = _noise("No early stopping: use all draws, for larger radii.", False)
+    seed: int = _noise("Seed of the noise.", 0)
+    time: float = option("Staged: skip methods with an estimated CPU time per image above this many seconds.", 100.0)
     delta: float = 1e-9
     further_eps: Sequence[float | str] = ()
     attack: str | Attack | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from typing import Any
 
 from lipcert.errors import InputError
@@ -13,7 +14,7 @@ from lipcert.settings._fields import documented, one_of, option, plain
 MEASURE_NAMES = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
 POINTS = ("projected", "sparse")
-_FAITHFUL = "Options of the engine faithful"
+_faithful = partial(option, group="Options of the engine faithful")
 
 
 @documented
@@ -34,12 +35,11 @@ class ConstrainSettings:
         InputError: a value is not valid.
     """
 
-    error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, float)
+    error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2)
     _: KW_ONLY
     measure: str | None = option(
         "The norm to lower: spectral, or l1 for faithful; clip and rescale are baselines, always reported.",
         None,
-        str | None,
         choices=MEASURE_NAMES,
     )
     engine: str = option("faithful: the block-iterative algorithm of the paper, for l1.", ENGINES[0], choices=ENGINES)
@@ -47,24 +47,16 @@ class ConstrainSettings:
         "In place of --error: mean squared error of an output row, as in the CertViT paper.", None, float | None
     )
     iterations: int | None = option("Maximum of Douglas-Rachford iterations: 150, or 2 for faithful.", None, int | None)
-    beta: float | None = option("Threshold of the proximal step.", None, float | None, group=_FAITHFUL)
-    quantile: float | None = option(
-        "In place of --beta: fraction of weights below the threshold; 0.1.", None, float | None, group=_FAITHFUL
+    beta: float | None = _faithful("Threshold of the proximal step.", None, float | None)
+    quantile: float | None = _faithful(
+        "In place of --beta: fraction of weights below the threshold; 0.1.", None, float | None
     )
-    mini_batches: int | None = option(
-        "Number of mini-batches, each with its own constraint; 4.", None, int | None, group=_FAITHFUL
-    )
-    relaxation: float | None = option("Lambda, in (0, 2); 1.2.", None, float | None, group=_FAITHFUL)
-    projection_epochs: int | None = option(
-        "Passes over the mini-batches for a projection; 100.", None, int | None, group=_FAITHFUL
-    )
-    point: str = option(
-        "sparse: the thresholded weights, with a larger error.", POINTS[0], choices=POINTS, group=_FAITHFUL
-    )
-    layers: Iterable[str] | str | None = option(
-        "Only these layers: module paths, separated by commas.", None, str | None
-    )
-    workers: int = option("Processes that solve layers in parallel; 0: none.", 0, int)
+    mini_batches: int | None = _faithful("Number of mini-batches, each with its own constraint; 4.", None, int | None)
+    relaxation: float | None = _faithful("Lambda, in (0, 2); 1.2.", None, float | None)
+    projection_epochs: int | None = _faithful("Passes over the mini-batches for a projection; 100.", None, int | None)
+    point: str = _faithful("sparse: the thresholded weights, with a larger error.", POINTS[0], choices=POINTS)
+    layers: Iterable[str] | str | None = option("Only these layers: module paths, separated by commas.", None)
+    workers: int = option("Processes that solve layers in parallel; 0: none.", 0)
     max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:

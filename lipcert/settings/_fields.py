@@ -21,18 +21,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 def option(
     help: str,
     default: Any = dataclasses.MISSING,
-    typed: Any = str,
+    typed: Any = None,
     *,
     choices: Sequence[str] = (),
     group: str | None = None,
     given: Any = None,
     alias: str = "",
 ) -> Any:
-    """A field of settings that is also an option of the command."""
-    aliases = (alias,) if alias else ()
-    about = {
-        "help": help, "typed": typed, "choices": choices, "group": group, "given": given, "alias": aliases,
-    }  # fmt: skip
+    """A field that is also an option of the command, of the type of its default where that says it, else a text."""
+    shown = default if given is None else given
+    kind = typed or (type(shown) if isinstance(shown, (bool, int, float)) else str if shown is not None else str | None)
+    about = {"help": help, "typed": kind, "choices": choices, "group": group, "given": given, "alias": alias}
     return field(default=default, metadata=about)
 
 

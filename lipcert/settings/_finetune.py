@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from lipcert.errors import InputError
@@ -48,8 +49,8 @@ _MILESTONES = (0.5, 0.6, 0.7, 0.8)  # Gupta and Verma 2023 (arXiv 2302.10287), t
 _STEP_DOWN = 0.2
 # The last learning rate over the largest one; that of exponential is from 1e-3 to 1e-6 in Huang et al. 2021, table 3.
 _LAST = {"cosine": 1e-4, "exponential": 1e-3}
-_LOSS = "Options of the loss"
-_UPDATES = "Options of the updates"
+_loss = partial(option, group="Options of the loss")
+_update = partial(option, group="Options of the updates")
 
 
 @documented
@@ -81,92 +82,54 @@ class FinetuneSettings:
         choices=tuple(LOSSES),
     )
     eps: float = option(EPS, 36 / 255, given="36/255")
-    epochs: int = option("Number of passes over the images.", 10, int)
-    lr: float = option("The largest learning rate.", 3e-4, float)
-    temperature: float | tuple[float, float] | Literal["auto"] = option(
+    epochs: int = option("Number of passes over the images.", 10)
+    lr: float = option("The largest learning rate.", 3e-4)
+    temperature: float | tuple[float, float] | Literal["auto"] = _loss(
         "Divides the logits in the loss: a number; FIRST,LAST; or auto, from the margins of the first batch.",
         1.0,
         given="1",
-        group=_LOSS,
     )
-    ramp: tuple[float, float, float] | None = option(
+    ramp: tuple[float, float, float] | None = _loss(
         "A,B,S: eps in the loss goes from A to B times --eps in the first fraction S of the run; "
         "0.1,2,0.5 for emma and cut, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
         None,
-        str | None,
-        group=_LOSS,
     )
-    weight: float = option("Weight of the divergence in the loss trades.", 1.0, float, group=_LOSS)
-    sparsity: float = option("Weight of the sparsity loss in local-b and local-g.", 0.0, float, group=_LOSS)
-    upper_weight: float = option("Weight of upper thresholds in the sparsity loss.", 0.1, float, group=_LOSS)
-    power_iterations: int = option("Per update, for norms in losses with a bound.", 2, int, group=_LOSS)
-    vectors: str = option(
+    weight: float = _loss("Weight of the divergence in the loss trades.", 1.0)
+    sparsity: float = _loss("Weight of the sparsity loss in local-b and local-g.", 0.0)
+    upper_weight: float = _loss("Weight of upper thresholds in the sparsity loss.", 0.1)
+    power_iterations: int = _loss("Per update, for norms in losses with a bound.", 2)
+    vectors: str = _loss(
         "Start of power iteration in local-b and -g: the mean of the last update, or random vectors.",
         VECTORS[0],
         choices=VECTORS,
-        group=_LOSS,
     )
-    sigma: float | None = option(
-        "Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None, group=_LOSS
-    )
-    denoiser: str | None = option(
-        "Denoise the images of the loss noise first.", None, str | None, choices=("dct", "natural"), group=_LOSS
-    )
-    consistency: float = option(
-        "Weight of the agreement of two draws in the loss noise, such as 10.", 0.0, float, group=_LOSS
-    )
-    teacher_weight: float = option(
-        "Weight of the divergence from the predictions of --teacher.", 1.0, float, group=_LOSS
-    )
-    max_norm: MaxNorm | None = option(
+    sigma: float | None = _loss("Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None)
+    denoiser: str | None = _loss("Denoise the images of the loss noise first.", None, choices=("dct", "natural"))
+    consistency: float = _loss("Weight of the agreement of two draws in the loss noise, such as 10.", 0.0)
+    teacher_weight: float = _loss("Weight of the divergence from the predictions of --teacher.", 1.0)
+    max_norm: MaxNorm | None = _update(
         "Limit the spectral norm of each layer to this value; '*.fc1=1.2' for the layers of a pattern.",
         None,
         list[str] | None,
-        group=_UPDATES,
     )
-    optimizer: str = option(
-        "nadam: with Lookahead; muon: with --lr 0.01, fast with --max-norm.",
-        "adamw",
-        choices=OPTIMIZERS,
-        group=_UPDATES,
+    optimizer: str = _update(
+        "nadam: with Lookahead; muon: with --lr 0.01, fast with --max-norm.", "adamw", choices=OPTIMIZERS
     )
-    schedule: str = option("Schedule of the learning rate.", "cosine", choices=SCHEDULES, group=_UPDATES)
-    warmup: float = option("Fraction of the run in which the learning rate rises.", 0.1, float, group=_UPDATES)
-    decay_from: float = option(
-        "Fraction of the run after which the schedule exponential falls.", 0.5, float, group=_UPDATES
+    schedule: str = _update("Schedule of the learning rate.", "cosine", choices=SCHEDULES)
+    warmup: float = _update("Fraction of the run in which the learning rate rises.", 0.1)
+    decay_from: float = _update("Fraction of the run after which the schedule exponential falls.", 0.5)
+    last_lr: float | None = _update(
+        "Learning rate at the end; 1e-4 times --lr for cosine, 1e-3 times for exponential.", None, float | None
     )
-    last_lr: float | None = option(
-        "Learning rate at the end; 1e-4 times --lr for cosine, 1e-3 times for exponential.",
-        None,
-        float | None,
-        group=_UPDATES,
-    )
-    accumulate: int = option("Batches per update.", 1, int, group=_UPDATES)
-    ema: float | None = option(
-        "Moving average of the weights with this decay, such as 0.999.", None, float | None, group=_UPDATES
-    )
-    amp: Amp | None = option(
-        "Compute the network's matrix products in this type.",
-        None,
-        str | None,
-        choices=("bfloat16",),
-        group=_UPDATES,
-    )
-    channels_last: bool = option(
-        "Keep kernels and images in the channels-last memory format.", False, bool, group=_UPDATES
-    )
-    only: str | None = option(
+    accumulate: int = _update("Batches per update.", 1)
+    ema: float | None = _update("Moving average of the weights with this decay, such as 0.999.", None, float | None)
+    amp: Amp | None = _update("Compute the network's matrix products in this type.", None, choices=("bfloat16",))
+    channels_last: bool = _update("Keep kernels and images in the channels-last memory format.", False)
+    only: str | None = _update(
         "Train only parameters or modules that match these comma-separated patterns: '*.attn.*'; head: the classifier.",
         None,
-        str | None,
-        group=_UPDATES,
     )
-    keep_zeros: bool = option(
-        "Keep zero weights at zero, as constrain produces them.",
-        False,
-        bool,
-        group=_UPDATES,
-    )
+    keep_zeros: bool = _update("Keep zero weights at zero, as constrain produces them.", False)
 
     def __post_init__(self) -> None:
         plain(self)
