@@ -21,35 +21,20 @@ _LIMITS, _DRAWS, _SECONDS = (100, 50, 20, 10), 150, 400.0
 
 @dataclass(frozen=True)
 class Status:
-    """The state of the work when a command ends.
+    """The state of the work when a command ends."""
 
-    Attributes:
-        model: the words that name the model in another command, with its options.
-        channels: channels of its images.
-        eps: ε as text.
-        log10: decimal logarithm of the global bound; None without one.
-        data: ``--data`` as the user typed it; None without.
-        lists: the files that give its images their labels, as words: ``--classes`` and ``--labels``.
-        trained: whether the model has been trained for certificates.
-        denoised: whether a denoiser stands in front of the model.
-        images: how many images were certified; 0 before.
-        certified: how many of them were certified at ε.
-        rows: the result file; None if there is none.
-        draw: measures the seconds of a noise draw on this machine, behind a denoiser of this name if there is one.
-    """
-
-    model: Sequence[str]
+    model: Sequence[str]  # the words that name it in another command, with its options
     channels: int = _COLOURS
     eps: str = "36/255"
-    log10: float | None = None
+    log10: float | None = None  # of the global bound
     data: str | None = None
-    lists: Sequence[str] = ()
+    lists: Sequence[str] = ()  # the words of --classes and --labels
     trained: bool = False
     denoised: bool = False
     images: int = 0
     certified: int = 0
     rows: Path | None = None
-    draw: Callable[[str | None], float] = lambda denoiser: 0.0
+    draw: Callable[[str | None], float] = lambda denoiser: 0.0  # its seconds, behind a denoiser of this name
 
 
 class Advice(NamedTuple):

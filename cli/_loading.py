@@ -70,11 +70,7 @@ def load_model(
 
 
 def named(model: str | None, data: str | None = None) -> str:
-    """The model of a command in words, as a result names it.
-
-    Raises:
-        InputError: no model is named, and images are given that the bundled one was not made for.
-    """
+    """The model of a command in words; for images of the user's, the bundled one must be named."""
     source = resolve(model)
     if model is not None:
         return "digits-vit, bundled" if source == BUNDLED else model

@@ -171,10 +171,7 @@ def _lines(what: str, total: float | None) -> Iterator[Update]:
 
 
 def pace(done: float, total: float | None, elapsed: float) -> str:
-    """The progress, the speed and the time left; the time since the start if the speed or the total is unknown.
-
-    The speed is the mean since the start, because images are finished in blocks.
-    """
+    """The progress, the mean speed and the time left, or the time since the start while these are unknown."""
     of = "" if total is None else f"/{total:g}"
     parts = [f"{math.floor(10 * done) / 10:g}{of}"] if done or of else []
     if done and elapsed:
@@ -199,10 +196,7 @@ def in_bytes(count: float) -> str:
 
 
 def start(*files: str | os.PathLike[str] | None, data: str | None = None) -> None:
-    """Imports torch and timm, which takes seconds; a command calls it after its options are checked.
-
-    So do files and images that are not there end a command at once.
-    """
+    """Checks that files and images are there, then imports torch and timm, which takes seconds."""
     check_there(*files)
     if data is not None and not is_named_data(data):
         place_of(data)
@@ -230,11 +224,6 @@ def upper(log10: float) -> str:
 def lower(value: float) -> str:
     """A radius for display, rounded down to three digits."""
     return "0" if value == 0 else _three_digits(value, ROUND_FLOOR)
-
-
-def share(part: int, whole: int) -> str:
-    """A count with its total and percentage."""
-    return f"{part} of {whole} ({100 * part / whole:.1f} %)"
 
 
 def percent(part: float | None) -> str:

@@ -116,7 +116,7 @@ def test_a_field_with_a_help_text_becomes_an_option():
 
     seen = []
 
-    @options_of(Settings)
+    @options_of(settings=Settings)
     def command(settings, path: Path = Path("x")) -> None:
         seen.append((settings(secret=4), path))
 

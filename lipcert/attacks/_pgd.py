@@ -51,14 +51,7 @@ class PGD:
         return {"steps": self.steps, "restarts": self.restarts, "seed": self.seed, **fixed}
 
     def __call__(self, model: nn.Module, images: Tensor, labels: Tensor, eps: float | Tensor) -> Adversarial:
-        """Attacks images.
-
-        Args:
-            model: maps images in [0, 1] to logits.
-            images: shape (N, C, H, W), in [0, 1] and in the model's dtype.
-            labels: classes to change, shape (N,).
-            eps: ε, one for all or of shape (N,).
-        """
+        """Attacks images (N, C, H, W) in the model's dtype: looks for other classes than the labels within ε."""
         sizes = torch.as_tensor(eps, dtype=images.dtype, device=images.device).expand(len(images))
         best = Adversarial.none(images)
         for restart in range(self.restarts):

@@ -11,13 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ellipsoid:
-    """{V : tr((V − centre) S (V − centre)ᵀ) ≤ radius²} with S = Q diag(λ) Qᵀ.
+    """{V : tr((V − centre) S (V − centre)ᵀ) ≤ radius²} with S = Q diag(λ) Qᵀ; centre is (O, M), Q is ``basis``, (M, M).
 
-    Attributes:
-        centre: (O, M), float64, or float32 inside an iteration.
-        eigenvalues: λ ≥ 0, (M,) float64.
-        basis: Q, (M, M); None if matrices are given in this basis, as V Q.
-        radius: the radius, > 0.
+    Without ``basis``, matrices are given in this basis, as V Q. Inside an iteration the matrices may be float32.
     """
 
     centre: Tensor

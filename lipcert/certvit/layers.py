@@ -20,13 +20,7 @@ Untouched = tuple[str, str]
 
 @dataclass(frozen=True)
 class Shape:
-    """What the norm of a layer depends on besides its weight; worker processes get it.
-
-    Attributes:
-        heads: the number of equal groups of rows of a matrix, of which the largest norm counts.
-        sizes: the (height, width) of the inputs of a convolution.
-        geometry: that of the convolution.
-    """
+    """What the norm of a layer depends on besides its weight; worker processes get it."""
 
     heads: int = 1
     sizes: tuple[tuple[int, ...], ...] = ()
@@ -41,14 +35,7 @@ class Shape:
 
 @dataclass
 class Layer:
-    """A Linear or Conv2d layer of the network, or the values of an L2 attention.
-
-    Attributes:
-        module: the layer; for values the attention.
-        name: the name of its weight in the module.
-        sizes: the (height, width) of the inputs of a convolution; several if it is called several times.
-        called: whether the network calls it.
-    """
+    """A Linear or Conv2d layer of the network, or the values of an L2 attention, and the name of its weight."""
 
     module: Holder
     name: str = "weight"

@@ -81,10 +81,7 @@ class Moments:
             raise InputError(f"layer {self.name} saw no images; give at least one batch that is not empty")
 
     def all_reduce(self) -> None:
-        """Adds the moments of all processes, in place; without torch.distributed it does nothing.
-
-        Every process must call it for the same layers in the same order.
-        """
+        """Adds the moments of all processes, in place: each calls it for the same layers in the same order."""
         processes = Processes.connected()
         processes.add_up(self.second)
         self.rows = sum(processes.gather(self.rows))

@@ -22,16 +22,7 @@ from lipcert.numerics import worker_pool
 
 @dataclass
 class Task:
-    """One layer to solve.
-
-    Attributes:
-        name: the module path, unique among the tasks of a run.
-        weight: the weight of the layer.
-        data: the second argument of ``solver``: moments, or those of mini-batches for the faithful engine.
-        options: keyword arguments for ``solver``.
-        solver: a module-level function, called as ``solver(weight, data, **options)``.
-        until: the time, as ``time.time()``, after which it is not begun.
-    """
+    """A layer to solve by ``solver(weight, data, **options)``, begun before ``until``, as ``time.time()``."""
 
     name: str
     weight: Tensor

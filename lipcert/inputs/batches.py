@@ -22,11 +22,7 @@ Loader = Tensor | tuple[Tensor, Tensor] | Iterable[Any]
 
 
 def batches(loader: Loader, model: Model, classes: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Checked images and their labels, int64 on the CPU, or None, from a tensor, a pair, or an iterable of such.
-
-    Raises:
-        InputError: a batch is something else, or its images or labels are not valid.
-    """
+    """Checked images and their labels, int64 on the CPU, or None, from a tensor, a pair, or an iterable of such."""
     arrays = (Tensor, np.ndarray)
     pair = isinstance(loader, (tuple, list)) and len(loader) == 2 and all(isinstance(x, arrays) for x in loader)
     if isinstance(loader, arrays) or pair and loader[1].ndim < 2:  # type: ignore[index]
@@ -42,11 +38,7 @@ def batches(loader: Loader, model: Model, classes: int | None = None) -> Iterato
 
 
 def pair_of(batch: Any) -> tuple[Tensor, Tensor | None]:
-    """The images of a batch that comes from Python, and its labels, int64, or None.
-
-    Raises:
-        InputError: it is neither images nor a pair of images and labels; the message says what to do.
-    """
+    """The images of a batch that comes from Python, and its labels, int64, or None."""
     images, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     images = images[0] if isinstance(images, (tuple, list)) and len(images) == 1 else images
     images = _native(images) if isinstance(images, np.ndarray) else images
@@ -89,9 +81,7 @@ def _kind(images: Any) -> tuple[str, str]:
 class Share:
     """The images of a loader, or those that are held out of it, or the others; iterated several times.
 
-    Attributes:
-        count: number of images of the last complete pass.
-        left_out: number of images of the loader that belong to the other share.
+    After a complete pass ``count`` is the number of its images, and ``left_out`` that of the other share.
     """
 
     model: Model

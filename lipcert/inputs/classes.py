@@ -33,17 +33,7 @@ def listing(names: Sequence[str]) -> str:
 
 
 def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whose: str) -> dict[str, int]:
-    """The number of each name among the classes; composed and decomposed accents are the same name.
-
-    Args:
-        names: names of a data set's classes.
-        classes: the classes by number.
-        spec: the data set.
-        whose: whose classes they are, for the message.
-
-    Raises:
-        InputError: names that are none of the classes, or two names for one class; says which.
-    """
+    """The number of each name among ``whose`` classes; composed and decomposed accents are the same name."""
     known = {unicodedata.normalize("NFC", printable(name)): number for number, name in enumerate(classes)}
     found = {name: known.get(unicodedata.normalize("NFC", printable(name))) for name in names}
     unknown = [name for name, number in found.items() if number is None]
@@ -88,11 +78,7 @@ def natural(names: Sequence[str]) -> list[str]:
 
 
 def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int) -> dict[str, int]:
-    """The numbers of some classes by a list: a name a line in their order, as timm's class maps, or JSON.
-
-    Raises:
-        InputError: the list cannot be read, lacks a name, or is of another number of classes.
-    """
+    """The numbers of some classes by a list: a name a line in their order, as timm's class maps, or JSON."""
     text = _text(Path(path))
     if Path(path).suffix.lower() == ".json":
         numbers = _of_json(text, path)
@@ -134,14 +120,7 @@ def _of_json(text: str, path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 class LabelList:
-    """The label of each file, as text: CSV with a column of file names and one of labels, or these two without a head.
-
-    Args:
-        path: the file.
-
-    Raises:
-        InputError: it cannot be read, or has no such columns, or two labels for one file.
-    """
+    """The label of each file, as text: CSV with columns of file names and of labels, or these two without a head."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -174,11 +153,7 @@ class LabelList:
             self.keys |= {short[name]: self.keys[name] for name in alone}
 
     def of(self, names: Sequence[str]) -> list[str]:
-        """The labels of files, by the path below the folder or by the name alone, with or without its suffix.
-
-        Raises:
-            InputError: a file has none, or shares one with another file.
-        """
+        """The labels of files, by the path below the folder or by the name alone, with or without its suffix."""
         keys: dict[str, str] = {}
         missing = []
         for name in names:
@@ -196,11 +171,7 @@ class LabelList:
         return [self.labels[key] for key in keys]
 
     def numbers(self, labels: Sequence[str], count: int) -> list[int] | None:
-        """The class numbers of labels that are numbers; None for names.
-
-        Raises:
-            InputError: numbers and names, or a number that is none of the model's classes.
-        """
+        """The class numbers of labels that are numbers; None for names."""
         numbers = [int(float(label)) for label in labels if re.fullmatch(r"-?\d+(\.0*)?", label)]
         if not numbers:
             if any(re.fullmatch(r"-?\d*\.\d+", label) for label in labels):

@@ -31,11 +31,7 @@ def is_named_data(spec: str | None) -> bool:
 
 
 def place_of(spec: str) -> tuple[Path, str, str | None]:
-    """The path of a data set, its name and the split after a colon: of ``images:val``, for example.
-
-    Raises:
-        InputError: there is no such path.
-    """
+    """The path of a data set, its name and the split after a colon: of ``images:val``, for example."""
     if os.path.exists(spec):
         return Path(spec), spec, None
     place, colon, split = spec.rpartition(":")

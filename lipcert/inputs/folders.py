@@ -50,16 +50,7 @@ _CONTAINERS = frozenset(("images", "image", "imgs", "img", "data", "dataset"))
 
 @dataclass
 class Files:
-    """Files below a root, by their paths with slashes.
-
-    Attributes:
-        spec: what the user called the root.
-        opened: opens a file by its path.
-        images: paths of images.
-        folders: paths of all folders.
-        others: how many other files there are, by suffix.
-        archive: whether they are in an archive.
-    """
+    """Files below a root, by their paths with slashes; of ``others`` than images and texts the number, by suffix."""
 
     spec: str
     opened: Callable[[str], BinaryIO]
@@ -103,11 +94,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def in_folder(folder: Path, spec: str) -> Files:
-    """The files of a folder; links are followed.
-
-    Raises:
-        InputError: a folder cannot be read, or a link leads back to a folder that it is in.
-    """
+    """The files of a folder; links are followed."""
     files = Files(spec, lambda path: (folder / path).open("rb"))
     waiting = [(os.fspath(folder), "")]
     while waiting:
@@ -128,11 +115,7 @@ def in_folder(folder: Path, spec: str) -> Files:
 
 
 def in_tar(path: Path, spec: str) -> Files:
-    """The files of an uncompressed archive.
-
-    Raises:
-        tarfile.TarError: a member is not whole, the archive is cut off, or it is compressed.
-    """
+    """The files of an uncompressed archive; TarError if it is cut off, compressed, or a member is not whole."""
     archive = tarfile.open(path, "r:")  # noqa: SIM115  read as long as the data set is in use
     members: dict[str, tarfile.TarInfo] = {}
 
@@ -159,13 +142,7 @@ def in_tar(path: Path, spec: str) -> Files:
 class ImageFiles:
     """The images of one split, with their labels; as timm's ``ImageDataset`` with its reader.
 
-    Attributes:
-        split: the name of the split that was chosen; None where the root is no root of splits.
-        classes: how many classes the labels are numbered among; None where they are the model's, or there are none.
-        class_names: the names of classes by number, as far as folders give them.
-        labels_by: in words, where labels come from; None where there are none.
-        targets: the label of each image; None where there are none.
-        notes: what was inferred or left out.
+    ``classes`` is how many classes the labels are numbered among; None where they are the model's, or there are none.
     """
 
     def __init__(
@@ -337,10 +314,7 @@ def _splits_of(files: Files) -> dict[str, str]:
 
 
 def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files, list[str]]:
-    """The chosen split's folder, the files in it, and the classes of the training images.
-
-    The purpose decides on the split where the user does not.
-    """
+    """The split's folder, by the purpose if the user names none, its files, and the classes of the training images."""
     whole = files
     while not (folders := _splits_of(whole)) and (top := whole.wrapper()) is not None:
         whole = whole.below(top)

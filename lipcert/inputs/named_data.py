@@ -20,13 +20,7 @@ from lipcert.inputs.timm_networks import is_network_error
 
 
 def open_named(spec: str, purpose: Purpose = "certify") -> Any:
-    """Opens a data set whose name starts with one of ``KINDS``, such as ``torch/svhn:train``.
-
-    Those of torchvision lie in the folder ``datasets`` of torch.hub and are downloaded where they are missing.
-
-    Raises:
-        InputError: one that is not there, cannot be downloaded, or needs a package.
-    """
+    """Opens a data set by name, such as ``torch/svhn:train``; downloads those of torchvision to torch.hub's folder."""
     name, _, split = spec.partition(":")
     kind = name.partition("/")[0].lower()
     package = "scipy" if name.lower() == "torch/svhn" else KINDS[kind]

@@ -21,12 +21,7 @@ _PATIENCE = timedelta(days=365)
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those of a run.
-
-    Attributes:
-        rank: 0 for the process that prints and merges.
-        count: number of processes.
-    """
+    """This process among those of a run; the one of rank 0 prints and merges."""
 
     rank: int = 0
     count: int = 1

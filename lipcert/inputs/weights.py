@@ -64,13 +64,10 @@ _SAVE = "save the state_dict alone, best as safetensors"
 
 @dataclass
 class StoredWeights:
-    """What a checkpoint file holds.
+    """What a checkpoint file holds: tensors on the CPU, and the timm name of the architecture, if the file has one.
 
-    Attributes:
-        state: the tensors, on the CPU; read lazily if the format allows it.
-        name: the timm name of the architecture, if the file has one.
-        arguments: arguments of ``timm.create_model`` that the training script recorded.
-        pixels: what it recorded of the preprocessing: ``mean``, ``std``, ``size``, ``crop_pct``, ``interpolation``.
+    ``arguments`` and ``pixels`` are what the training script recorded: arguments of ``timm.create_model``, and
+    ``mean``, ``std``, ``size``, ``crop_pct`` and ``interpolation``.
     """
 
     state: Mapping[str, Tensor]
@@ -82,12 +79,8 @@ class StoredWeights:
 def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     """Reads a checkpoint, or the parts that an index lists; without ``module.`` and ``_orig_mod.`` prefixes.
 
-    Args:
-        path: a ``.safetensors`` file, a file that ``torch.load(weights_only=True)`` reads, whose objects other than
-            tensors are left out and never made, or an index of several such files, or their folder.
-
-    Raises:
-        LoadError: the file is missing, damaged or not a checkpoint, or it holds Python objects in place of tensors.
+    The path is a ``.safetensors`` file, a file that ``torch.load(weights_only=True)`` reads, whose objects other than
+    tensors are left out and never made, or an index of several such files, or their folder.
     """
     path = Path(path)
     index = _index_of(path)
@@ -191,16 +184,8 @@ def load_weights(
 
     With ``new_head`` a classifier that is missing, or for another number of classes, is set to zero, and a warning says
     so. From zero, the first updates train it alone: a random one, with large gradients, destroys what the other layers
-    have learned (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1).
-
-    A warning says so where timm's filter renamed tensors or resized position embeddings, and which tensors are outside
-    the network.
-
-    Returns:
-        ``mean`` and ``std``, if a normaliser beside the network holds them.
-
-    Raises:
-        LoadError: tensors are missing, unexpected, or of another shape or type; names the first ones.
+    have learned (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1). Returned are ``mean``
+    and ``std``, if a normaliser beside the network holds them.
     """
     tensors = net.state_dict()
     for pattern, problem in _DERIVED:

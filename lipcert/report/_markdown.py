@@ -13,14 +13,7 @@ MARK = "<!-- written by lipcert report -->"
 
 @dataclass
 class Document:
-    """Text with pictures.
-
-    Attributes:
-        title: window title.
-        text: Markdown, in which a picture is a link to ``<name>``.
-        pictures: texts of SVG files by name.
-        curves: the numbers of the picture ``curve.svg``, for JSON; None without that picture.
-    """
+    """Text with pictures: SVG files by name, and the numbers of ``curve.svg``, for JSON, if there is this picture."""
 
     title: str
     text: str

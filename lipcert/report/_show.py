@@ -16,12 +16,7 @@ from lipcert.results import Result, Run, SmoothedResult, read_runs
 
 
 class Shown:
-    """A report that prints as text and that notebooks show as a page.
-
-    Attributes:
-        runs: the reported runs.
-        written: the files that were written.
-    """
+    """A report on runs that prints as text and that notebooks show as a page, and the files that were written."""
 
     def __init__(self, runs: Sequence[Run], written: Sequence[Path]):
         self.runs = runs

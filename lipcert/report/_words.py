@@ -118,12 +118,9 @@ def listed(items: Sequence[str]) -> str:
 def other_order(pairs: Sequence[tuple[int, int]], names: Mapping[int, str]) -> str | None:
     """One line if predictions agree far better with the labels under another order of the classes; else None.
 
-    Classes are assigned on the confusion matrix of one half of the images, largest entries first, and judged on the
-    other half, so that chance does not count: random predictions gain nothing. It takes two classes that gain.
-
-    Args:
-        pairs: (label, prediction) of each image.
-        names: names of the classes by number.
+    Classes are assigned on the confusion matrix of one half of the (label, prediction) pairs, largest entries first,
+    and judged on the other half, so that chance does not count: random predictions gain nothing. It takes two classes
+    that gain.
     """
     gains: Counter[int] = Counter()
     example = None

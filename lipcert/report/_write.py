@@ -105,10 +105,7 @@ def cards(path: Path, runs: Sequence[Run]) -> dict[Path, list[Run]]:
 
 
 def publishing(card: Path, runs: Sequence[Run]) -> list[str]:
-    """The commands that publish each model with its card.
-
-    The commands belong to huggingface_hub, a dependency of timm, which handles login and token.
-    """
+    """The commands of huggingface_hub, which handles login and token, that publish each model with its card."""
     lines = ["hf auth login"]
     for path, runs_of_one in cards(card, runs).items():
         model = artifact_of(runs_of_one[0])

@@ -61,14 +61,7 @@ def free_file(names: Iterable[Path], description: Mapping[str, Any], images: Ima
 
 
 class ResultFile:
-    """A result file that is being written; use it as a context manager. No other process can write it meanwhile.
-
-    Attributes:
-        path: the file of the rows.
-        summary_path: the file of the summary.
-        tally: counts over all rows, including those of an earlier run.
-        done: indices of the images that have a row.
-    """
+    """A result file that no other process writes meanwhile; a context manager. ``done`` are the indices with a row."""
 
     def __init__(self, path: str | os.PathLike[str], description: Mapping[str, Any], images: Images | None = None):
         """Opens a new file, or an earlier one of the same run, without its incomplete last row."""

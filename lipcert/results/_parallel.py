@@ -56,19 +56,9 @@ def certified(
 ) -> Iterator[tuple[Batch, Certificates, float]]:
     """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
 
-    Workers start after the first batches, if what is left takes long, or before. Each makes the certifier anew from the
-    network, its norms and the settings, and serves only if its bounds are the same. A batch is certified as a whole and
-    on one thread, so no radius depends on the number of workers, from 1 on.
-
-    Args:
-        certifier: certifies the batches in this process.
-        batches: the batches.
-        workers: from :func:`workers_for`.
-        left: the number of images; None if it is not known.
-
-    Raises:
-        BrokenCertificate: an attack contradicts a certificate.
-        InputError: a worker died.
+    Workers start after the first batches, if what is ``left`` takes long, or before. Each makes the certifier anew from
+    the network, its norms and the settings, and serves only if its bounds are the same. A batch is certified as a whole
+    and on one thread, so no radius depends on the number of workers, from 1 on.
     """
     shared = workers > 1 and left != 1 and (left or 1) * _slowest(certifier) > _LONG
     while not shared:

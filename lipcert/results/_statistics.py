@@ -40,11 +40,7 @@ def share(part: int, whole: int) -> str:
 
 
 class Tally:
-    """Counts and shares over rows.
-
-    Attributes:
-        rows: one mapping per image; :meth:`add` appends to them.
-    """
+    """Counts and shares over rows, one mapping per image."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
         self.rows = list(rows)

@@ -56,12 +56,7 @@ def _sizes(count: int | None, together: int) -> Iterator[int]:
 
 
 class Remaining:
-    """The remaining images of a data set for one of several processes.
-
-    Attributes:
-        length: number of rows still to compute.
-        stopped: whether blocks are left because they would end after the deadline, by the monotonic clock.
-    """
+    """The images without a row, for one of several processes; ``stopped`` if the deadline left some out."""
 
     def __init__(
         self,

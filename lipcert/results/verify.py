@@ -38,13 +38,7 @@ _DESCRIBED = ("model", "preprocessing", "data", "bound")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one row, or on the file as a whole.
-
-    Attributes:
-        index: index of the image in the data set; None for the whole file.
-        objection: why it is not confirmed; None if it is.
-        unsettled: whether the objection may be due to this machine's rounding, so that the row is not refuted.
-    """
+    """The verdict on one row, or on the file as a whole, whose index is None; without objection, it is confirmed."""
 
     index: int | None
     objection: str | None

@@ -15,14 +15,7 @@ _LARGEST_SIGMA = 1.0
 
 
 class Recipe(NamedTuple):
-    """Defaults of ``finetune`` for one kind of network.
-
-    Attributes:
-        kind: the networks that it is for.
-        source: where the settings come from.
-        settings: fields of :class:`lipcert.training.FinetuneSettings`.
-        images: options of the training images.
-    """
+    """Settings and options of the training images for one ``kind`` of network, and where they come from."""
 
     kind: str
     source: str
@@ -74,11 +67,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_settings(name: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recipe, with those that were asked for in place of its own.
-
-    Raises:
-        InputError: there is no such recipe.
-    """
+    """The settings of a recipe, with those that were asked for in place of its own."""
     one_of("recipe", name, tuple(RECIPES))
     own = dict(RECIPES[name].settings)
     if asked.get("loss", own["loss"]) != own["loss"]:

@@ -17,10 +17,8 @@ _PROBES = 256
 class Heads:
     """The linear maps of dot-product attention with logits q_i·k_j/√d, head by head, in float64.
 
-    Attributes:
-        queries, keys: shape (heads, dim, d).
-        values: shape (heads, dim, d_v).
-        value_bias: shape (heads·d_v,), or None.
+    Queries and keys have the shape (heads, dim, d), values (heads, dim, d_v), and their bias (heads·d_v,), if there is
+    one.
     """
 
     queries: Tensor

@@ -34,13 +34,7 @@ _LINEAR: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True)
 class Swapped:
-    """A replaced module.
-
-    Attributes:
-        path: its path in the network.
-        was: class before.
-        now: class after.
-    """
+    """A replaced module by its path in the network, with its class before and now."""
 
     path: str
     was: str
@@ -49,13 +43,7 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Kept:
-    """A module of a kind to be replaced that was kept.
-
-    Attributes:
-        path: its path in the network.
-        was: its class.
-        reason: why it has no replacement.
-    """
+    """A module of a kind to be replaced that was kept, by its path in the network, and the reason."""
 
     path: str
     was: str

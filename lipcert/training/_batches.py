@@ -27,13 +27,10 @@ _CACHED_BYTES = 2**30
 
 
 class Batches:
-    """All images of a data set once per iteration.
+    """All images of a data set once per iteration, shuffled; ``len()`` is the number of batches.
 
-    They are shuffled for every iteration. With torch.distributed
-    initialised, each process gets its share of every batch. One number from torch's random generator determines the
-    order and all crops, so the images do not depend on the number of processes.
-
-    ``len()`` is the number of batches.
+    With torch.distributed initialised, each process gets its share of every batch. One number from torch's random
+    generator determines the order and all crops, so the images do not depend on the number of processes.
     """
 
     def __init__(
@@ -107,11 +104,7 @@ class Batches:
 
 
 class Mixed:
-    """Batches of a data set, each joined with a batch of a second one, such as generated images.
-
-    An iteration uses the first data set once and repeats the second as often as needed. ``len()`` is the number of
-    batches.
-    """
+    """Batches of a data set, once per iteration, each joined with one of a second data set, which is repeated."""
 
     def __init__(self, main: Batches, other: Batches):
         if not len(other.images):
@@ -141,9 +134,7 @@ def _restoring_randomness() -> Iterator[None]:
 
 
 def _shifted(images: Tensor, places: Tensor, most: int, seed: int) -> Tensor:
-    """Shifts the images by up to ``most`` pixels in each direction, fills with black, and flips half of them
-    horizontally.
-    """
+    """Shifts images by up to ``most`` pixels in each direction, over black, and mirrors half of them."""
     drawn = torch.rand(int(places.max()) + 1, 3, generator=torch.Generator().manual_seed(seed))[places]
     down, right = (drawn[:, :2] * (2 * most + 1)).long().unbind(1)
     height, width = images.shape[2:]

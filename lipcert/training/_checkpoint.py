@@ -12,11 +12,7 @@ from lipcert.inputs.files import replacing
 
 
 def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
-    """Writes the checkpoint; replaces an existing file atomically.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Writes the checkpoint; replaces an existing file atomically."""
     try:
         with replacing(path) as partial:
             torch.save({"lipcert_finetune": settings, **state}, partial)
@@ -25,13 +21,7 @@ def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The state that :func:`write` stored for the same settings, on the CPU; None without a file.
-
-    The file is read without executing code from it.
-
-    Raises:
-        InputError: the file is damaged, is no checkpoint, or belongs to a run with other settings.
-    """
+    """The state that :func:`write` stored for the same settings; None without a file. No code in it is run."""
     if not path.exists():
         return None
     try:
