@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lipcert.errors import InputError
-from lipcert.settings import RECIPES, FinetuneSettings, option, recipe_settings, settings_of
+from lipcert.settings import COUNT, INSIDE, RECIPES, FinetuneSettings, check, option, recipe_settings, settings_of
 
 from ._commands import OUTPUT
 from ._options import (
@@ -38,7 +38,7 @@ class TrainingImages:
 
     data: str = option("A folder or .tar with class folders, or torch/NAME or hfds/NAME [:SPLIT].", alias="--data-dir")
     limit: int | None = option(LIMIT, None, int | None)
-    batch_size: int = option("Images per batch; a recipe has its own.", 64)
+    batch_size: int = option("Images per batch; a recipe has its own.", 64, range=COUNT)
     augment: bool = _option("Crop the images at random and flip them horizontally.", True)
     crop: str = _option(
         "shift: by up to an eighth of the side; flip: flips only; a recipe has its own.",
@@ -48,13 +48,10 @@ class TrainingImages:
     randaugment: str | None = _option("timm's RandAugment, such as rand-m9-n2.", None)
     cutout: float = _option("Blacken a rectangle in this fraction of the images.", 0.0)
     mix: str | None = _option("A second data set, such as generated images.", None)
-    mix_ratio: float | None = _option("Fraction of --mix in a batch.", 0.5)
+    mix_ratio: float | None = _option("Fraction of --mix in a batch.", 0.5, range=INSIDE)
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise InputError(f"--batch-size must be at least 1 image, got {self.batch_size}")
-        if self.mix_ratio is not None and not 0 < self.mix_ratio < 1:
-            raise InputError(f"--mix-ratio must be between 0 and 1, got {self.mix_ratio}")
+        check(self)
         if self.mix is None:
             object.__setattr__(self, "mix_ratio", None)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lipcert.errors import InputError
-from lipcert.settings import one_of, option
+from lipcert.settings import check, option
 
 if TYPE_CHECKING:
     from lipcert.model import Model
@@ -45,6 +45,7 @@ class Preprocessing:
     interpolation: str | None = _option("Interpolation for resizing.", None, choices=INTERPOLATIONS)
 
     def __post_init__(self) -> None:
+        check(self)
         for name, kind in (("mean", float), ("std", float), ("input_size", int)):
             value = getattr(self, name)
             if value is None:
@@ -61,8 +62,6 @@ class Preprocessing:
             raise InputError(f"input_size is a height and a width, got {self.input_size}")
         if self.crop_pct is not None and not 0.1 <= self.crop_pct <= 1:
             raise InputError(f"crop_pct is a share from 0.1 to 1, got {self.crop_pct}")
-        if self.interpolation is not None:
-            one_of("interpolation", self.interpolation, INTERPOLATIONS)
 
     @staticmethod
     def of_summary(entries: Mapping[str, Any]) -> Preprocessing:

@@ -17,7 +17,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lipcert.errors import InputError
-from lipcert.settings._fields import documented, one_of, option, plain
+from lipcert.settings._fields import COUNT, INSIDE, POSITIVE, Range, check, documented, option
 from lipcert.settings._methods import LINEARISED, NAMES, SMOOTHING, STAGED, MethodName
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _NOISE = "Options of method smoothing"
 _noise = partial(option, group=_NOISE)
 # In place of a standard deviation: choose one on other images.
 AUTO = "auto"
+SEED = Range("a whole number from 0 to 2^64 - 1", 0, 2**64, True, whole=True)
 RIGORS = ("probabilistic", "deterministic")
 DTYPES = ("real", "float32", "float16", "bfloat16")
 
@@ -92,18 +93,20 @@ class CertifySettings:
     sigma: float | str | None = _noise(
         "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.", None
     )
-    samples: int = _noise("Maximum number of noise draws per image.", 1_000)
-    alpha: float = _noise("Failure probability per image.", 1e-3)
+    samples: int = _noise("Maximum number of noise draws per image.", 1_000, range=COUNT)
+    alpha: float = _noise("Failure probability per image.", 1e-3, range=INSIDE)
     all_samples: bool = _noise("No early stopping: use all draws, for larger radii.", False)
-    seed: int = _noise("Seed of the noise.", 0)
-    time: float = option("Staged: skip methods with an estimated CPU time per image above this many seconds.", 100.0)
-    delta: float = 1e-9
+    seed: int = _noise("Seed of the noise.", 0, range=SEED)
+    time: float = option(
+        "Staged: skip methods with an estimated CPU time per image above this many seconds.", 100.0, range=POSITIVE
+    )
+    delta: float = field(default=1e-9, metadata={"range": INSIDE})
     further_eps: Sequence[float | str] = ()
     attack: str | Attack | None = None
     eps_typed: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
-        plain(self)
+        check(self)
         several = self.eps if isinstance(self.eps, (list, tuple)) else (self.eps,)
         targets = dict(sorted(pair for one in (*several, *self.further_eps) for pair in _values(one)))
         if not targets:
@@ -111,18 +114,11 @@ class CertifySettings:
         object.__setattr__(self, "eps", min(targets))
         object.__setattr__(self, "eps_typed", targets.pop(self.eps))
         object.__setattr__(self, "further_eps", tuple(targets.values()))
-        for entry in fields(self):
-            if entry.metadata.get("choices"):
-                one_of(entry.name, getattr(self, entry.name), entry.metadata["choices"])
         linearised = self.method == STAGED or self.method in LINEARISED
         if self.at is not None and (not linearised or self.dtype != "real" or self.attack is not None):
             raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
         if self.at == "":
             raise InputError("at names a module, such as patch_embed")
-        if not (isinstance(self.time, Real) and 0 < self.time < math.inf):
-            raise InputError(f"time must be a positive number of seconds per image, got {self.time}")
-        if not (isinstance(self.delta, Real) and 0 < self.delta < 1):
-            raise InputError(f"delta must be a probability between 0 and 1, got {self.delta}")
         self._check_smoothing()
         if isinstance(self.attack, str):
             from lipcert.attacks import attack_named  # imports torch
@@ -155,12 +151,6 @@ class CertifySettings:
             object.__setattr__(self, "sigma", self._positive_sigma())
         if self.further_eps:
             object.__setattr__(self, "all_samples", True)
-        if not (isinstance(self.alpha, Real) and 0 < self.alpha < 1):
-            raise InputError(f"alpha is a failure probability between 0 and 1, got {self.alpha}; for example 0.001")
-        if not (type(self.samples) is int and 1 <= self.samples < 2**40):
-            raise InputError(f"samples must be a whole number, at least 1, got {self.samples}")
-        if not (type(self.seed) is int and 0 <= self.seed < 2**64):
-            raise InputError(f"seed must be a whole number from 0 to 2^64 - 1, got {self.seed}")
 
     def _positive_sigma(self) -> float:
         try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import partial
 from typing import Any
 
 from lipcert.errors import InputError
-from lipcert.settings._fields import documented, one_of, option, plain
+from lipcert.settings._fields import COUNT, INSIDE, POSITIVE, Range, check, documented, option
 
 MEASURE_NAMES = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
@@ -35,7 +34,7 @@ class ConstrainSettings:
         InputError: a value is not valid.
     """
 
-    error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2)
+    error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, range=INSIDE)
     _: KW_ONLY
     measure: str | None = option(
         "The norm to lower: spectral, or l1 for faithful; clip and rescale are baselines, always reported.",
@@ -44,35 +43,41 @@ class ConstrainSettings:
     )
     engine: str = option("faithful: the block-iterative algorithm of the paper, for l1.", ENGINES[0], choices=ENGINES)
     eta: float | None = option(
-        "In place of --error: mean squared error of an output row, as in the CertViT paper.", None, float | None
+        "In place of --error: mean squared error of an output row, as in the CertViT paper.",
+        None,
+        float | None,
+        range=POSITIVE,
     )
-    iterations: int | None = option("Maximum of Douglas-Rachford iterations: 150, or 2 for faithful.", None, int | None)
-    beta: float | None = _faithful("Threshold of the proximal step.", None, float | None)
+    iterations: int | None = option(
+        "Maximum of Douglas-Rachford iterations: 150, or 2 for faithful.", None, int | None, range=COUNT
+    )
+    beta: float | None = _faithful("Threshold of the proximal step.", None, float | None, range=POSITIVE)
     quantile: float | None = _faithful(
-        "In place of --beta: fraction of weights below the threshold; 0.1.", None, float | None
+        "In place of --beta: fraction of weights below the threshold; 0.1.", None, float | None, range=INSIDE
     )
-    mini_batches: int | None = _faithful("Number of mini-batches, each with its own constraint; 4.", None, int | None)
-    relaxation: float | None = _faithful("Lambda, in (0, 2); 1.2.", None, float | None)
-    projection_epochs: int | None = _faithful("Passes over the mini-batches for a projection; 100.", None, int | None)
+    mini_batches: int | None = _faithful(
+        "Number of mini-batches, each with its own constraint; 4.", None, int | None, range=COUNT
+    )
+    relaxation: float | None = _faithful(
+        "Lambda, in (0, 2); 1.2.", None, float | None, range=Range("above 0 and below 2", 0, 2)
+    )
+    projection_epochs: int | None = _faithful(
+        "Passes over the mini-batches for a projection; 100.", None, int | None, range=COUNT
+    )
     point: str = _faithful("sparse: the thresholded weights, with a larger error.", POINTS[0], choices=POINTS)
     layers: Iterable[str] | str | None = option("Only these layers: module paths, separated by commas.", None)
-    workers: int = option("Processes that solve layers in parallel; 0: none.", 0)
+    workers: int = option(
+        "Processes that solve layers in parallel; 0: none.", 0, range=Range("0 or more", 0, included=True, whole=True)
+    )
     max_bytes: int = 2 << 30
 
     def __post_init__(self) -> None:
-        plain(self)
-        one_of("engine", self.engine, ENGINES)
-        one_of("measure", self.lowered, MEASURE_NAMES)
+        check(self)
         if self.engine == "faithful" and self.lowered != "l1":
             raise InputError(
                 f"the faithful engine lowers l1 and not {self.lowered}; choose the measure l1 or the engine exact"
             )
-        one_of("point", self.point, POINTS)
-        self._check_numbers()
-        if not 0 < self.error < 1:
-            raise InputError(f"the relative output error must be above 0 and below 1, got {self.error}")
-        if self.workers < 0:
-            raise InputError(f"workers must be 0, for none besides this process, or more, got {self.workers}")
+        self._check_faithful()
         if self.layers is not None:
             names = self.layers.split(",") if isinstance(self.layers, str) else self.layers
             object.__setattr__(self, "layers", tuple(name.strip() for name in names))
@@ -82,23 +87,15 @@ class ConstrainSettings:
         """The measure: that of the engine, if none was given."""
         return self.measure or ("l1" if self.engine == "faithful" else MEASURE_NAMES[0])
 
-    def _check_numbers(self) -> None:
-        """Checks the numbers, and that options of the engine faithful are for it."""
+    def _check_faithful(self) -> None:
+        """Refuses options of the engine faithful for the other one, and those that contradict each other."""
         faithful = ("beta", "quantile", "relaxation", "projection_epochs", "mini_batches")
         if self.engine != "faithful":
             names = [name for name in faithful if getattr(self, name) is not None]
             if names or self.point != POINTS[0]:
                 raise InputError(f"{', '.join(names) or 'point'}: for the engine faithful only")
-        for name, low, high in (("eta", 0, math.inf), ("beta", 0, math.inf), ("quantile", 0, 1), ("relaxation", 0, 2)):
-            value = getattr(self, name)
-            if value is not None and not low < value < high:
-                raise InputError(f"{name} must be above {low} and below {high}, got {value}")
         if self.beta is not None and self.quantile is not None:
             raise InputError("beta is the threshold, and quantile the share of weights below it; give one of them")
-        for name in ("iterations", "projection_epochs", "mini_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be at least 1, got {value}")
 
     def solver_options(self) -> dict[str, Any]:
         """The given options of the engine's solver, besides error and measure."""

@@ -10,12 +10,36 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lipcert.errors import InputError
 
+LARGEST = 1e30
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Range(NamedTuple):
+    """The numbers from ``low`` to below ``high``, without ``low`` unless it is included, and how a message says so."""
+
+    words: str
+    low: float
+    high: float = math.inf
+    included: bool = False
+    whole: bool = False
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is one of the numbers."""
+        if not isinstance(value, int if self.whole else Real) or isinstance(value, bool):
+            return False
+        return self.low < value < self.high or (self.included and value == self.low)
+
+
+POSITIVE = Range("a positive number", 0, LARGEST)
+INSIDE = Range("above 0 and below 1", 0, 1)
+SHARE = Range("a fraction, from 0 to below 1", 0, 1, True)
+WEIGHT = Range(f"a number from 0 to {LARGEST:g}", 0, LARGEST, True)
+COUNT = Range("at least 1", 1, 2**40, True, whole=True)
 
 
 def option(
@@ -23,6 +47,7 @@ def option(
     default: Any = dataclasses.MISSING,
     typed: Any = None,
     *,
+    range: Range | None = None,
     choices: Sequence[str] = (),
     group: str | None = None,
     given: Any = None,
@@ -32,7 +57,7 @@ def option(
     shown = default if given is None else given
     kind = typed or (type(shown) if isinstance(shown, (bool, int, float)) else str if shown is not None else str | None)
     about = {"help": help, "typed": kind, "choices": choices, "group": group, "given": given, "alias": alias}
-    return field(default=default, metadata=about)
+    return field(default=default, metadata={**about, "range": range})
 
 
 def documented(kind: type[S]) -> type[S]:
@@ -104,9 +129,19 @@ def takes(kind: type) -> Callable[[F], F]:
     return shown
 
 
-def plain(settings: Any) -> None:
-    """Replaces numbers of NumPy and torch, which JSON cannot represent, by Python numbers."""
-    for entry in fields(settings):
-        value = getattr(settings, entry.name)
+def check(settings: Any) -> None:
+    """Refuses values that are not among the choices or in the range of their field.
+
+    Numbers of NumPy and torch, which JSON cannot represent, become Python numbers.
+    """
+    for one in fields(settings):
+        value, choices, within = getattr(settings, one.name), one.metadata.get("choices"), one.metadata.get("range")
         if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:
-            object.__setattr__(settings, entry.name, value.item())
+            value = value.item()
+            object.__setattr__(settings, one.name, value)
+        if value is None and one.default is None:
+            continue
+        if choices:
+            one_of(one.name, value, choices)
+        if within is not None and not within.holds(value):
+            raise InputError(f"{one.name} must be {within.words}, got {value}")

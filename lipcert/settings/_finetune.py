@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from lipcert.errors import InputError
 from lipcert.settings._certify import AUTO, EPS, parse_eps
-from lipcert.settings._fields import documented, one_of, option, plain
+from lipcert.settings._fields import COUNT, INSIDE, LARGEST, POSITIVE, SHARE, WEIGHT, check, documented, option
 
 Amp = Literal["bfloat16"]
 MaxNorm = float | Mapping[str, float]
@@ -44,7 +44,6 @@ LOSSES = {
 # Losses with the global bound.
 GLOBAL = tuple(name for name, facts in LOSSES.items() if facts.bound in ("pairs", "constant"))
 
-_LARGEST = 1e30
 _MILESTONES = (0.5, 0.6, 0.7, 0.8)  # Gupta and Verma 2023 (arXiv 2302.10287), table 9
 _STEP_DOWN = 0.2
 # The last learning rate over the largest one; that of exponential is from 1e-3 to 1e-6 in Huang et al. 2021, table 3.
@@ -82,8 +81,8 @@ class FinetuneSettings:
         choices=tuple(LOSSES),
     )
     eps: float = option(EPS, 36 / 255, given="36/255")
-    epochs: int = option("Number of passes over the images.", 10)
-    lr: float = option("The largest learning rate.", 3e-4)
+    epochs: int = option("Number of passes over the images.", 10, range=COUNT)
+    lr: float = option("The largest learning rate.", 3e-4, range=POSITIVE)
     temperature: float | tuple[float, float] | Literal["auto"] = _loss(
         "Divides the logits in the loss: a number; FIRST,LAST; or auto, from the margins of the first batch.",
         1.0,
@@ -94,19 +93,21 @@ class FinetuneSettings:
         "0.1,2,0.5 for emma and cut, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
         None,
     )
-    weight: float = _loss("Weight of the divergence in the loss trades.", 1.0)
-    sparsity: float = _loss("Weight of the sparsity loss in local-b and local-g.", 0.0)
-    upper_weight: float = _loss("Weight of upper thresholds in the sparsity loss.", 0.1)
-    power_iterations: int = _loss("Per update, for norms in losses with a bound.", 2)
+    weight: float = _loss("Weight of the divergence in the loss trades.", 1.0, range=WEIGHT)
+    sparsity: float = _loss("Weight of the sparsity loss in local-b and local-g.", 0.0, range=WEIGHT)
+    upper_weight: float = _loss("Weight of upper thresholds in the sparsity loss.", 0.1, range=WEIGHT)
+    power_iterations: int = _loss("Per update, for norms in losses with a bound.", 2, range=COUNT)
     vectors: str = _loss(
         "Start of power iteration in local-b and -g: the mean of the last update, or random vectors.",
         VECTORS[0],
         choices=VECTORS,
     )
-    sigma: float | None = _loss("Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None)
+    sigma: float | None = _loss(
+        "Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None, range=POSITIVE
+    )
     denoiser: str | None = _loss("Denoise the images of the loss noise first.", None, choices=("dct", "natural"))
-    consistency: float = _loss("Weight of the agreement of two draws in the loss noise, such as 10.", 0.0)
-    teacher_weight: float = _loss("Weight of the divergence from the predictions of --teacher.", 1.0)
+    consistency: float = _loss("Weight of the agreement of two draws in the loss noise, such as 10.", 0.0, range=WEIGHT)
+    teacher_weight: float = _loss("Weight of the divergence from the predictions of --teacher.", 1.0, range=WEIGHT)
     max_norm: MaxNorm | None = _update(
         "Limit the spectral norm of each layer to this value; '*.fc1=1.2' for the layers of a pattern.",
         None,
@@ -116,13 +117,18 @@ class FinetuneSettings:
         "nadam: with Lookahead; muon: with --lr 0.01, fast with --max-norm.", "adamw", choices=OPTIMIZERS
     )
     schedule: str = _update("Schedule of the learning rate.", "cosine", choices=SCHEDULES)
-    warmup: float = _update("Fraction of the run in which the learning rate rises.", 0.1)
-    decay_from: float = _update("Fraction of the run after which the schedule exponential falls.", 0.5)
+    warmup: float = _update("Fraction of the run in which the learning rate rises.", 0.1, range=SHARE)
+    decay_from: float = _update("Fraction of the run after which the schedule exponential falls.", 0.5, range=SHARE)
     last_lr: float | None = _update(
-        "Learning rate at the end; 1e-4 times --lr for cosine, 1e-3 times for exponential.", None, float | None
+        "Learning rate at the end; 1e-4 times --lr for cosine, 1e-3 times for exponential.",
+        None,
+        float | None,
+        range=POSITIVE,
     )
-    accumulate: int = _update("Batches per update.", 1)
-    ema: float | None = _update("Moving average of the weights with this decay, such as 0.999.", None, float | None)
+    accumulate: int = _update("Batches per update.", 1, range=COUNT)
+    ema: float | None = _update(
+        "Moving average of the weights with this decay, such as 0.999.", None, float | None, range=INSIDE
+    )
     amp: Amp | None = _update("Compute the network's matrix products in this type.", None, choices=("bfloat16",))
     channels_last: bool = _update("Keep kernels and images in the channels-last memory format.", False)
     only: str | None = _update(
@@ -132,7 +138,7 @@ class FinetuneSettings:
     keep_zeros: bool = _update("Keep zero weights at zero, as constrain produces them.", False)
 
     def __post_init__(self) -> None:
-        plain(self)
+        check(self)
         readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
             ("eps", parse_eps),
             ("temperature", _temperature),
@@ -143,22 +149,9 @@ class FinetuneSettings:
             value = getattr(self, name)
             if isinstance(value, (str, list)):
                 object.__setattr__(self, name, read(value))
-        one_of("loss", self.loss, tuple(LOSSES))
-        for name in ("epochs", "accumulate", "power_iterations"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         self._check_numbers()
-        one_of("optimizer", self.optimizer, OPTIMIZERS)
-        if self.denoiser is not None:
-            one_of("denoiser", self.denoiser, ("dct", "natural"))
-        one_of("schedule", self.schedule, SCHEDULES)
-        one_of("vectors", self.vectors, VECTORS)
         if self.schedule == "multistep" and self.last_lr is not None:
             raise InputError("the schedule multistep divides the learning rate by 5 four times; leave last_lr out")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise InputError(f"ema is a decay between 0 and 1, such as 0.999, got {self.ema}")
-        if self.amp not in (None, "bfloat16"):
-            raise InputError(f"amp is bfloat16 or left out, got {self.amp!r}")
         if LOSSES[self.loss].bound == "local" and (self.amp is not None or self.temperature != 1.0):
             raise InputError(f"the loss {self.loss} propagates boxes: leave amp and temperature out")
 
@@ -194,19 +187,11 @@ class FinetuneSettings:
         if len(temperatures) == 1 or len(temperatures) > 2:
             raise InputError(f"temperature is one number, or the first and the last one, got {self.temperature}")
         norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
-        positive = {"eps": [self.eps], "lr": [self.lr], "temperature": temperatures, "max_norm": norms}
-        positive |= {"sigma": [self.sigma], "last_lr": [self.last_lr]}
+        positive = {"eps": [self.eps], "temperature": temperatures, "max_norm": norms}
         for name, values in positive.items():
             for value in values:
-                if value is not None and not 0 < value < _LARGEST:
-                    raise InputError(f"{name} must be a positive number below {_LARGEST:g}, got {value}")
-        for name in ("warmup", "decay_from"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"{name} is a fraction of the run, from 0 to below 1, got {getattr(self, name)}")
-        for name in ("weight", "consistency", "teacher_weight", "sparsity", "upper_weight"):
-            value = getattr(self, name)
-            if not 0 <= value < _LARGEST:
-                raise InputError(f"{name} must be a number from 0 to {_LARGEST:g}, got {value}")
+                if value is not None and not 0 < value < LARGEST:
+                    raise InputError(f"{name} must be a positive number below {LARGEST:g}, got {value}")
         if (self.loss == "noise") is (self.sigma is None):
             need = "needs" if self.sigma is None else "has no use for"
             raise InputError(f"the loss {self.loss} {need} sigma, the standard deviation of the noise, such as 0.25")
@@ -215,7 +200,7 @@ class FinetuneSettings:
                 raise InputError(f"{name} is for the loss noise, and not for {self.loss}")
         if self.ramp is not None:
             ramp = tuple(self.ramp)
-            if len(ramp) != 3 or not all(0 <= value < _LARGEST for value in ramp) or ramp[2] > 1 or ramp[1] == 0:
+            if len(ramp) != 3 or not all(0 <= value < LARGEST for value in ramp) or ramp[2] > 1 or ramp[1] == 0:
                 raise InputError(
                     "ramp is three numbers: the factor of eps at first, at last, and the share of the run in between, "
                     f"such as (0.1, 2, 0.5), got {self.ramp}"
