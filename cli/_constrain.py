@@ -1,6 +1,5 @@
 """``lipcert constrain``: lowers the norms of the layers of a model, and writes it to an artifact."""
 
-import contextlib
 import functools
 import math
 import time
@@ -8,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -68,10 +67,14 @@ def constrain(
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
         show_preprocessing(images, loaded)
 
+        batches = _Batches(images, processes, batch)
+        given = {"data": data or "bundled", "limit": limit, "batch_size": batch}
         try:
-            with _phases() as show:
-                given = {"data": data or "bundled", "limit": limit, "batch_size": batch}
-                batches = _Batches(images, processes, batch)
+            with progress("calibration images") as update:
+
+                def show(what: str, done: float, total: float | None) -> None:
+                    update(done, total, what)
+
                 constrain_model(loaded, batches, origin=given, progress=show, until=until, **vars(asked))
         except KeyboardInterrupt as stop:
             raise Interrupted("interrupted; nothing was written") from stop
@@ -80,7 +83,9 @@ def constrain(
             with busy(f"writing {path}"):
                 save(loaded, path, facts=_facts(report), force=force)
         if as_json:
-            layers = [_layer_record(layer) for layer in report.layers]
+            layers = [
+                {name: value for name, value in vars(layer).items() if _is_json(value)} for layer in report.layers
+            ]
             print_json({"written": str(path), **_facts(report), "layers": layers, "seconds": report.seconds})
         else:
             lists = words_of({"classes": classes, "labels": labels})
@@ -106,25 +111,11 @@ class _Batches:
             yield batch.images if batch.labels is None else (batch.images, batch.labels)
 
 
-@contextlib.contextmanager
-def _phases() -> Iterator[Callable[[str, float, float | None], None]]:
-    """Yields a progress function that starts a new bar whenever the name of the task changes."""
-    with contextlib.ExitStack() as stack:
-        current: list[tuple[str, Callable[[float, float | None], None]]] = []
-
-        def show(what: str, done: float, total: float | None) -> None:
-            if not current or current[0][0] != what:
-                stack.close()
-                current[:] = [(what, stack.enter_context(progress(what, total)))]
-            current[0][1](done, total)
-
-        yield show
-
-
 def _print_report(report: "ConstraintReport", source: str, path: Path, status: Status) -> None:
     for remark in report.remarks:
         say(f"note: {remark}")
-    print_table(_LAYER_COLUMNS, [_layer_row(layer) for layer in report.layers], optional=_LESS)
+    rows = [[cell(layer) for cell in _COLUMNS.values()] for layer in report.layers]
+    print_table([*_COLUMNS], rows, optional=_LESS)
     print_table(
         ("network", "Σ log10 norms", "Lipschitz bound", "accuracy", "same top class"),
         [
@@ -147,42 +138,33 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, status: S
     )
 
 
+def _norm(norm: float) -> str:
+    return upper(math.log10(norm) if norm > 0 else -math.inf)
+
+
+def _error(error: float | None) -> str:
+    return "-" if error is None else f"{error:.3g}"
+
+
 # The norms after rescaling and clipping are shown for comparison.
-_LAYER_COLUMNS = (
-    "layer",
-    "before",
-    "if rescaled",
-    "if clipped",
-    "after",
-    "error",
-    "held out",
-    "zeros",
-    "steps",
-    "s",
-    "status",
-)
+_COLUMNS: "dict[str, Callable[[LayerConstraint], str]]" = {
+    "layer": lambda layer: layer.path,
+    "before": lambda layer: _norm(layer.norm_before),
+    "if rescaled": lambda layer: _norm(layer.baselines["rescale"]),
+    "if clipped": lambda layer: _norm(layer.baselines["clip"]),
+    "after": lambda layer: _norm(layer.norm_after),
+    "error": lambda layer: _error(layer.error_reached),
+    "held out": lambda layer: _error(layer.error_held_out),
+    "zeros": lambda layer: f"{100 * layer.sparsity:.1f} %",
+    "steps": lambda layer: str(layer.iterations),
+    "s": lambda layer: f"{layer.seconds:.2f}",
+    "status": lambda layer: layer.status,
+}
 _LESS = ("s", "steps", "zeros", "if rescaled", "if clipped", "error")
 
 
-def _layer_row(layer: "LayerConstraint") -> tuple[str, ...]:
-    return (
-        layer.path,
-        _norm(layer.norm_before),
-        _norm(layer.baselines["rescale"]),
-        _norm(layer.baselines["clip"]),
-        _norm(layer.norm_after),
-        _error(layer.error_reached),
-        _error(layer.error_held_out),
-        f"{100 * layer.sparsity:.1f} %",
-        str(layer.iterations),
-        f"{layer.seconds:.2f}",
-        layer.status,
-    )
-
-
-def _layer_record(layer: "LayerConstraint") -> dict[str, Any]:
-    """The figures of a layer as values for JSON."""
-    return {key: value for key, value in vars(layer).items() if not isinstance(value, float) or math.isfinite(value)}
+def _is_json(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _network_row(name: str, figures: "NetworkFigures") -> tuple[str, ...]:
@@ -193,14 +175,6 @@ def _network_row(name: str, figures: "NetworkFigures") -> tuple[str, ...]:
         percent(figures.accuracy),
         percent(figures.agreement),
     )
-
-
-def _norm(norm: float) -> str:
-    return upper(math.log10(norm) if norm > 0 else -math.inf)
-
-
-def _error(error: float | None) -> str:
-    return "-" if error is None else f"{error:.3g}"
 
 
 def _facts(report: "ConstraintReport") -> dict[str, object]:

@@ -320,7 +320,7 @@ def _settings(run: Run) -> list[str]:
         ("model", run.architecture),
         *run.steps,
         ("weights, SHA-256", run.weights_hash or "–"),
-        ("images", f"{len(run)} of {data.get('images') or 'a stream'}, {_data_name(summary)}"),
+        ("images", f"{len(run)} of {data.get('images', '–')}, {_data_name(summary)}"),
         ("preprocessing", run.preprocessing),
         ("method", str(summary.get("method", "–"))),
         ("valid for", about(run)),

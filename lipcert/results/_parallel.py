@@ -52,7 +52,7 @@ def workers_for(certifier: Certifier | Smoothing, asked: int | None) -> int:
 
 
 def certified(
-    certifier: Any, batches: Iterator[Batch], workers: int, left: int | None
+    certifier: Any, batches: Iterator[Batch], workers: int, left: int
 ) -> Iterator[tuple[Batch, Certificates, float]]:
     """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
 
@@ -60,14 +60,14 @@ def certified(
     the network, its norms and the settings, and serves only if its bounds are the same. A batch is certified as a whole
     and on one thread, so no radius depends on the number of workers, from 1 on.
     """
-    shared = workers > 1 and left != 1 and (left or 1) * _slowest(certifier) > _LONG
+    shared = workers > 1 and left > 1 and left * _slowest(certifier) > _LONG
     while not shared:
         if (batch := next(batches, None)) is None:
             return
         outcome = _timed(certifier, batch, workers > 0)
         yield batch, *outcome
-        left = None if left is None else left - len(batch)
-        shared = workers > 1 and (left is None or left * outcome[1] / (len(batch) + _MORE) > _WORTH)
+        left -= len(batch)
+        shared = workers > 1 and left * outcome[1] / (len(batch) + _MORE) > _WORTH
     try:
         given = pickle.dumps((certifier.model, certifier.settings, KNOWN_NORMS))
     except Exception:  # code that only this process has, such as hooks

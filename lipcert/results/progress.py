@@ -36,23 +36,13 @@ _BLOCKS = 6
 
 def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
     """The batches of images in which a run computes."""
+    largest = min(together, -(-len(order) // _BLOCKS) or 1)
     blocks: list[Sequence[int]] = []
-    start = 0
-    for size in _sizes(len(order), together):
-        if start >= len(order):
-            break
+    start, size = 0, 1  # sizes are 1, 4, 16, up to the largest; small ones cost about the same
+    while start < len(order):
         blocks.append(order[start : start + size])
-        start += size
+        start, size = start + size, min(4 * size, largest)
     return blocks
-
-
-def _sizes(count: int | None, together: int) -> Iterator[int]:
-    """The number of images in each block: 1, 4, 16, up to the largest size; small ones cost about the same."""
-    largest = together if count is None else min(together, -(-count // _BLOCKS) or 1)
-    size = 1
-    while True:
-        yield size
-        size = min(4 * size, largest)
 
 
 class Remaining:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,8 +102,7 @@ def verify(
     """
     check_model(run, model)
     summary = run.summary
-    if images.total is not None and (removed := _removed_of(run)):
-        images.leave_out(removed)
+    images.leave_out(_removed_of(run))
     selected = {row["index"]: row for row in sample(run, count)}
     attack = attack_of(run)
     settings = run.settings(attack)
@@ -151,15 +149,12 @@ def verify(
 
 def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, selected: Collection[int]) -> Iterator[Batch]:
     """The blocks of the run that contain selected images: searches depend on the whole batch."""
-    if images.total is None or not isinstance(certifier, Certifier):
+    if not isinstance(certifier, Certifier):
         yield from images.batches(certifier.together, only=selected)
         return
     limit = run.summary.get("limit")
-    order = [
-        i
-        for i in order_of(images.total, limit if type(limit) is int and limit > 0 else None)
-        if i not in images.removed
-    ]
+    every = order_of(images.total, limit if type(limit) is int and limit > 0 else None)
+    order = [index for index in every if index not in images.removed]
     blocks = [block for block in blocks_of(order, certifier.together) if not {*block}.isdisjoint(selected)]
     for block in [*blocks, *([index] for index in {*selected} - {*order})]:
         yield from images.batches(len(block), only=frozenset(block))
@@ -189,13 +184,9 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
         yield f"the summary says that the limit was {limit!r}, which is no number of images"
         return
     indices = {row["index"] for row in run.rows}
-    if images.total is None:
-        more = next(images.batches(1, only=range(len(indices), sys.maxsize)), None) is not None
-        expected = {*range(min(len(indices) + more, limit or sys.maxsize))}
-    else:
-        expected = {*order_of(images.total, limit)} - {*images.removed}
-        if beyond := indices - {*range(images.total)}:
-            raise InputError(f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images")
+    expected = {*order_of(images.total, limit)} - {*images.removed}
+    if beyond := indices - {*range(images.total)}:
+        raise InputError(f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images")
     if indices != expected:
         missing, others = len(expected - indices), len(indices - expected)
         rest = f", and {others} rows are about others" if others else ""
