@@ -5,7 +5,6 @@ This is algorithm 3 of Gupta and Verma 2023 (arXiv 2302.10287) without its last 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from lipcert.bounds import lipschitz
 from lipcert.certvit.blockwise import constrain_blockwise
 from lipcert.certvit.layers import Layer, choose
-from lipcert.certvit.moments import Moments, grouping, mixing, pooled, stream, watching
+from lipcert.certvit.moments import Moments, grouping, pooled, stream
 from lipcert.certvit.report import ConstraintReport, LayerConstraint, LayerFigures, NetworkFigures, log10_norms
 from lipcert.certvit.solve import Solution, constrain_layer
 from lipcert.certvit.tasks import Failure, Outcome, Task, solve_layers
@@ -127,15 +126,15 @@ class _Run:
             raise InputError(f"none of {len(entries)} layers could be constrained; {entries[0].shortfalls[0]}")
 
         after = variants[asked.lowered]
-        held_errors = _HeldOutErrors(chosen, before, after)
+        errors = self._held_out_errors(before, after)
         try:
-            accuracy, agreement = self._compare({"before": before, **variants}, held_errors)
+            accuracy, agreement = self._compare({"before": before, **variants})
             _put(chosen, after)
             bound_after = self._log10_bound("after", [])
         except BaseException:
             _put(chosen, before)
             raise
-        entries = [_with_held_out(entry, held_errors.relative(entry.path)) for entry in entries]
+        entries = [_with_held_out(entry, errors.get(entry.path)) for entry in entries]
 
         def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
             return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
@@ -251,21 +250,28 @@ class _Run:
         if entry.norm_after > entry.norm_before * (1 + 1e-4):
             yield f"{path}: its norm rose from {entry.norm_before:.4g} to {entry.norm_after:.4g}"
 
-    def _compare(
-        self, variants: Mapping[str, Weights], errors: _HeldOutErrors
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def _held_out_errors(self, before: Weights, after: Weights) -> dict[str, float]:
+        """The relative output errors of the layers on held-out images, in the original network."""
+        errors: dict[str, float] = {}
+        modules = {path: layer.module for path, layer in self.chosen.items()}
+        held = _sums([self.held.count])[0]
+        for group in stream(self.model, self.held, modules, max_bytes=self.asked.max_bytes) if held else ():
+            for path, moments in group.items():
+                old, change = before[path].flatten(1), (after[path] - before[path]).flatten(1)
+                if outputs := moments.energy(old):
+                    errors[path] = math.sqrt(moments.energy(change) / outputs)
+        return errors
+
+    def _compare(self, variants: Mapping[str, Weights]) -> tuple[dict[str, float], dict[str, float]]:
         """Accuracy and agreement with the first variant on held-out images; the last variant stays in the model."""
         right, same = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
         images = labelled = 0
-        modules = {path: layer.module for path, layer in self.chosen.items()}
         with Processes.connected().together(), evaluating(self.model), torch.no_grad():
             for batch, labels in self.held.pairs():
                 top: dict[str, Tensor] = {}
                 for name, weights in variants.items():
                     _put(self.chosen, weights)
-                    watch = contextlib.nullcontext() if top else watching(modules, errors.see)
-                    with watch:  # errors are those in the original network, the first variant
-                        top[name] = _top(self.model(batch), name)
+                    top[name] = _top(self.model(batch), name)
                 first = next(iter(top.values()))
                 for name, classes in top.items():
                     same[name] += int((classes == first).sum())
@@ -273,7 +279,6 @@ class _Run:
                 images += len(batch)
                 labelled += 0 if labels is None else len(batch)
                 self.report("comparing on held-out images", images, self.held.count or None)
-        errors.add_up()
         images, labelled, *counts = _sums([images, labelled, *right.values(), *same.values()])
         if not images:
             return {}, {}
@@ -344,40 +349,6 @@ def _with_held_out(entry: LayerConstraint, error: float | None) -> LayerConstrai
         return entry
     line = f"{entry.path}: its error on held-out images is {error:.3g}, above {entry.error_asked:g}; use more images"
     return replace(entry, shortfalls=(*entry.shortfalls, line))
-
-
-class _HeldOutErrors:
-    """The relative output errors of the layers on held-out images, in the original network."""
-
-    def __init__(self, chosen: Mapping[str, Layer], before: Weights, after: Weights):
-        self.chosen, self.before, self.after = chosen, before, after
-        self.squares = {path: [0.0, 0.0] for path in chosen}  # of the errors and of the outputs
-
-    def see(self, path: str, rows: Tensor) -> None:
-        """Adds rows (G, T, M), as :func:`lipcert.certvit.moments.watching` shows them."""
-        layer, groups = self.chosen[path], len(rows)
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        x = rows.to(dtype)
-        old, new = (
-            weights[path].to(dtype).flatten(1).unflatten(0, (groups, -1)) for weights in (self.before, self.after)
-        )
-        if isinstance(layer.module, L2Attention):
-            through = mixing(layer.module).to(dtype).mT
-            old, new = old @ through, new @ through
-        outputs = x @ old.mT
-        errors = x @ (new - old).mT
-        for place, values in enumerate((errors, outputs)):
-            self.squares[path][place] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-    def relative(self, path: str) -> float | None:
-        """The error over all processes; None without images, or if the outputs are zero."""
-        errors, outputs = self.squares[path]
-        return math.sqrt(errors / outputs) if outputs else None
-
-    def add_up(self) -> None:
-        """Sums over all processes."""
-        shares = Processes.connected().gather(self.squares)
-        self.squares = {path: [sum(share[path][k] for share in shares) for k in range(2)] for path in self.squares}
 
 
 def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:

@@ -55,10 +55,12 @@ class Solution(LayerFigures):
 
 
 @dataclass(frozen=True)
-class _Inputs:
-    """The moments S (M, M) of one group."""
+class _Problem:
+    """One group: W_pre (O, M), the moments S (M, M) of its inputs, and the relative error that is allowed."""
 
+    pre: Tensor
     second: Tensor
+    error: float
 
     @cached_property
     def spectrum(self) -> tuple[Tensor, Tensor]:
@@ -72,19 +74,14 @@ class _Inputs:
         eigenvalues = self.spectrum[0] if computed else torch.linalg.eigvalsh(self.second).clamp_min(0)
         return int((eigenvalues > eigenvalues[-1] * len(eigenvalues) * torch.finfo(eigenvalues.dtype).eps).sum())
 
-
-@dataclass(frozen=True)
-class _Problem:
-    """One group: W_pre (O, M), the moments of its inputs, and the energy Σ_t ‖y_t‖² of its outputs."""
-
-    pre: Tensor
-    inputs: _Inputs
-    energy: float
-    error: float
+    @cached_property
+    def energy(self) -> float:
+        """Σ_t ‖y_t‖²."""
+        return energy(self.pre, self.second)
 
     def squared_error(self, weight: Tensor) -> float:
         """Σ_t ‖W x_t − y_t‖²."""
-        return energy(weight - self.pre, self.inputs.second)
+        return energy(weight - self.pre, self.second)
 
     @property
     def allowed(self) -> float:
@@ -142,7 +139,7 @@ def constrain_layer(
     """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments."""
     pre = _checked(weight, moments, error, measures)
     second = moments.second.to(pre.device)
-    problems = [_Problem(w, _Inputs(s), energy(w, s), error) for w, s in zip(pre, second, strict=True)]
+    problems = [_Problem(w, s, error) for w, s in zip(pre, second, strict=True)]
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
     bound = norm or (lambda new: float(dense_norm(new.reshape(pre.shape))))
     norm_before = bound(weight.detach())
@@ -169,7 +166,7 @@ def constrain_layer(
             status=next(status for status in _STATUSES if status in statuses),
             seconds=time.perf_counter() - started,
             measure=measure,
-            rank=min(problem.inputs.rank for problem in problems),
+            rank=min(problem.rank for problem in problems),
         )
     return solutions
 
@@ -196,26 +193,24 @@ def _solve(problem: _Problem, measure: str, tolerance: float, iterations: int, d
     if not problem.energy:
         return _Point(problem.pre.to(dtype), status="zero weight")
     radius = math.sqrt(problem.allowed)
-    pre, second = problem.pre, problem.inputs.second
+    pre, second = problem.pre, problem.second
     if measure == "clip":
         point = _Point(_clip(pre, radius, lambda rows: ((rows @ second) * rows).sum(dim=1))[0])
     elif measure == "rescale":
         point = _Point(pre * (1 - problem.error))
     else:
-        point = _minimise(pre, problem.inputs, radius, measure, tolerance, iterations)
+        point = _minimise(problem, measure, tolerance, iterations)
     return _rounded(point, problem, dtype)
 
 
-def _minimise(
-    centre: Tensor, inputs: _Inputs, radius: float, measure: str, tolerance: float, iterations: int
-) -> _Point:
+def _minimise(problem: _Problem, measure: str, tolerance: float, iterations: int) -> _Point:
     """Minimises rotation-invariant norms in the eigenbasis of S, where the projection is diagonal."""
-    chosen = MEASURES[measure]
-    eigenvalues, basis = inputs.spectrum
+    chosen, centre, radius = MEASURES[measure], problem.pre, math.sqrt(problem.allowed)
+    eigenvalues, basis = problem.spectrum
     if not chosen.rotates:
         ellipsoid = Ellipsoid(centre, eigenvalues, basis, radius)
         return _douglas_rachford(
-            ellipsoid, chosen, centre, tolerance, iterations, chosen.step(centre), zeros_in=inputs.second
+            ellipsoid, chosen, centre, tolerance, iterations, chosen.step(centre), zeros_in=problem.second
         )
     rotated = centre @ basis
     ellipsoid = Ellipsoid(rotated, eigenvalues, None, radius)
