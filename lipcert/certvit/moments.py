@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -59,21 +60,13 @@ class Moments:
             raise InputError(f"the inputs of layer {self.name} are NaN or infinite; check the weights and the images")
         groups, count, width = rows.shape
         for piece in rows.split(max(1, _CHUNK_BYTES // (8 * groups * width)), dim=1):
-            self._add_products(piece.to(self.second.device, torch.float64))
+            x = piece.to(self.second.device, torch.float64)
+            for start in range(0, width, _PANEL):  # the upper triangle of blocks; the lower one is copied from it
+                stop = start + _PANEL
+                product = x[:, :, start:stop].mT @ x[:, :, start:]
+                self.second[:, start:stop, start:] += product
+                self.second[:, stop:, start:stop] += product[:, :, _PANEL:].mT
         self.rows += count
-
-    def _add_products(self, rows: Tensor) -> None:
-        """Adds Σ_t x_t x_tᵀ, the upper triangle of blocks computed and the lower one copied from it."""
-        for start in range(0, self.width, _PANEL):
-            stop = start + _PANEL
-            product = rows[:, :, start:stop].mT @ rows[:, :, start:]
-            self.second[:, start:stop, start:] += product
-            self.second[:, stop:, start:stop] += product[:, :, _PANEL:].mT
-
-    def pass_on(self, matrices: Tensor) -> None:
-        """Replaces the moments of rows v by those of v A, for A of shape (G, M, M')."""
-        exact = matrices.to(self.second)
-        self.second = exact.mT @ self.second @ exact
 
     def require_rows(self) -> None:
         """Checks that at least one row was added."""
@@ -176,29 +169,23 @@ def _empty(name: str, module: Holder) -> Moments:
 
 
 @contextlib.contextmanager
-def watching(layers: Mapping[str, Holder], see: Callable[[str, Tensor], object]) -> Iterator[None]:
+def _watching(layers: Mapping[str, Holder], see: Callable[[str, Tensor], object]) -> Iterator[None]:
     """Calls ``see(path, rows)`` with the rows (G, T, M) that a layer multiplies, in parts, whenever it runs.
 
     The values of L2 attention multiply u = Σ_j P_ij y_j W_hᵀ/√d in head h. They are seen as v = Σ_j P_ij y_j, whose
-    dimension is that of a head; :func:`mixing` leads from v to u.
+    dimension is that of a head; :func:`_mixing` leads from v to u.
     """
-    handles = []
-    attentions = [(name, module) for name, module in layers.items() if isinstance(module, L2Attention)]
-    try:
+    with contextlib.ExitStack() as stack:
         for name, module in layers.items():
-            if not isinstance(module, L2Attention):
-                handles.append(module.register_forward_hook(_hook(name, see)))
-        for name, attention in attentions:
-            attention.attend = _value_hook(name, attention, see)  # type: ignore[method-assign]
+            if isinstance(module, L2Attention):
+                module.attend = _value_hook(name, module, see)  # type: ignore[method-assign]
+                stack.callback(vars(module).pop, "attend")
+            else:
+                stack.enter_context(module.register_forward_hook(_hook(name, see)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for _, attention in attentions:
-            vars(attention).pop("attend", None)
 
 
-def mixing(attention: L2Attention) -> Tensor:
+def _mixing(attention: L2Attention) -> Tensor:
     """W_hᵀ/√d for each head, (heads, head_dim, dim): u = v times it."""
     queries: Tensor = attention.q.weight.detach().unflatten(0, (attention.num_heads, -1))
     return queries * attention.scale
@@ -208,19 +195,14 @@ def _value_hook(name: str, module: L2Attention, see: Callable[[str, Tensor], obj
     plain = module.attend
 
     def attend(x: Tensor, bias: Tensor | None = None) -> Tensor:
-        for part, shift in _sets(module, x, bias):
+        size = max(1, _CHUNK_BYTES // (8 * module.num_heads * x.shape[1] * (x.shape[1] + module.head_dim)))
+        each = bias is not None and bias.dim() == 4 and len(bias) == len(x)  # of the sets of tokens
+        shifts = bias.split(size) if each and bias is not None else repeat(bias)
+        for part, shift in zip(x.split(size), shifts, strict=False):
             see(name, module.mixed(part, shift).transpose(0, 1).flatten(1, 2))
         return plain(x, bias)
 
     return attend
-
-
-def _sets(module: L2Attention, x: Tensor, bias: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Splits the sets of tokens into parts that fit into memory, each with its bias."""
-    size = max(1, _CHUNK_BYTES // (8 * module.num_heads * x.shape[1] * (x.shape[1] + module.head_dim)))
-    for start in range(0, len(x), size):
-        each = bias is not None and bias.dim() == 4 and len(bias) == len(x)
-        yield x[start : start + size], bias[start : start + size] if each and bias is not None else bias
 
 
 def _hook(name: str, see: Callable[[str, Tensor], object]) -> Callable[..., None]:
@@ -252,7 +234,7 @@ def _one_pass(
     moments = {name: _empty(name, module) for name, module in layers.items()}
     processes = Processes.connected()
     images = 0
-    watch = watching(layers, lambda name, rows: moments[name].add(rows))
+    watch = _watching(layers, lambda name, rows: moments[name].add(rows))
     with processes.together(), evaluating(model), torch.no_grad(), watch:
         for batch in batches:
             if not len(batch):
@@ -265,7 +247,8 @@ def _one_pass(
         raise InputError("no images to collect moments from; give batches of at least as many images as mini-batches")
     for name, module in layers.items():
         if isinstance(module, L2Attention):
-            moments[name].pass_on(mixing(module))
+            through = _mixing(module).to(moments[name].second)
+            moments[name].second = through.mT @ moments[name].second @ through
         moments[name].all_reduce()
         moments[name].second = moments[name].second.cpu()
     return moments
