@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,32 +69,27 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
     δ is 0 if all radii are deterministic.
     """
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
-    smoothed = any(run.smoothed for run in runs)
-
-    def row(run: Run, value: float, typed: str) -> list[str]:
-        return [
-            run.name,
-            _percent(run.certified_at(value), run),
-            interval(run.certified_at(value), len(run)),
-            typed,
-            *([_percent(run.correct, run) if run.labelled else "–"] if labelled else []),
-            *([_percent(run.surviving_at(value), run) if run.attacked else "–"] if attacked else []),
-            *([_median(run) or "–"] if medians else []),
-            f"{run.delta:g}",
-            str(len(run)),
-            *([run.holds_for] if smoothed else []),
-            run.network,
-        ]
-
-    medians, accuracy = any(_median(run) for run in runs), "correct" if smoothed else "clean"
-    columns = ["results", "certified", "95 % CI", "ε", *([accuracy] if labelled else [])]
-    columns += [*(["attacked"] if attacked else []), *(["radius"] if medians else []), "δ", "images"]
-    columns += [*(["valid for"] if smoothed else []), "model"]
-    rows = []
-    for value, typed in eps:
-        for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run)):
-            rows.append(row(run, value, typed))
-    return columns, rows
+    smoothed, medians = any(run.smoothed for run in runs), any(_median(run) for run in runs)
+    cells: list[tuple[bool, str, Callable[[Run, float, str], str]]] = [
+        (True, "results", lambda run, value, typed: run.name),
+        (True, "certified", lambda run, value, typed: _percent(run.certified_at(value), run)),
+        (True, "95 % CI", lambda run, value, typed: interval(run.certified_at(value), len(run))),
+        (True, "ε", lambda run, value, typed: typed),
+        (labelled, "correct" if smoothed else "clean", lambda run, *_: _percent(run.correct, run, run.labelled)),
+        (attacked, "attacked", lambda run, value, typed: _percent(run.surviving_at(value), run, run.attacked)),
+        (medians, "radius", lambda run, value, typed: _median(run) or "–"),
+        (True, "δ", lambda run, value, typed: f"{run.delta:g}"),
+        (True, "images", lambda run, value, typed: str(len(run))),
+        (smoothed, "valid for", lambda run, value, typed: run.holds_for),
+        (True, "model", lambda run, value, typed: run.network),
+    ]
+    shown = {name: cell for asked, name, cell in cells if asked}
+    rows = [
+        [cell(run, value, typed) for cell in shown.values()]
+        for value, typed in eps
+        for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run))
+    ]
+    return [*shown], rows
 
 
 def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
@@ -349,8 +344,8 @@ def _data_name(summary: Mapping[str, Any]) -> str:
     return str(summary.get("data", {}).get("spec", "–"))
 
 
-def _percent(part: int, run: Run) -> str:
-    return f"{100 * part / len(run):.1f} %"
+def _percent(part: int, run: Run, known: bool = True) -> str:
+    return f"{100 * part / len(run):.1f} %" if known else "–"
 
 
 def _described(runs: Sequence[Run], eps: Eps) -> str:
