@@ -25,7 +25,7 @@ from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.inputs.construction import check_described
 from lipcert.inputs.files import replacing
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
-from lipcert.inputs.weights import check_finite
+from lipcert.inputs.weights import check_finite, keys_of
 from lipcert.model import Model, checked
 from lipcert.numerics import RealArithmetic
 from lipcert.settings import version
@@ -166,9 +166,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
         raise LoadError(f"{path} is damaged: its model arguments are not those of a lipcert artifact; write it again")
 
     def build() -> nn.Module:
-        net = create_net(name, pretrained=False, arguments=arguments)
-        _repeat_surgery(net, content["recipe"])
-        return net
+        return _built(name, arguments, content["recipe"])
 
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -227,12 +225,9 @@ def _fill(model: Model, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype
 
 def is_artifact(path: str | os.PathLike[str]) -> bool:
     """Whether a file is a safetensors file with lipcert's metadata; nothing else is checked."""
-    if not os.path.isfile(path):  # reading a pipe would block
-        return False
     try:
-        with safetensors.safe_open(os.fspath(path), framework="pt") as file:
-            return "lipcert" in (file.metadata() or {})
-    except (safetensors.SafetensorError, OSError, ValueError):
+        return os.path.isfile(path) and "lipcert" in keys_of(Path(path))[1]  # reading a pipe would block
+    except LoadError:
         return False
 
 
@@ -241,33 +236,24 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(path)
     if not os.path.isfile(path):
         raise LoadError(f"there is no file {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            entry = (file.metadata() or {}).get("lipcert")
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
-        reason = first_line(error)
-        raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; copy or write it again") from error
+    entry = keys_of(path)[1].get("lipcert")
     if entry is None:
         raise LoadError(
             f"{path} is not a lipcert artifact; give the timm name, and the file with checkpoint= (--checkpoint)"
         )
-    damaged = LoadError(f"{path} is damaged: its lipcert metadata cannot be read; copy it or write it again")
     try:
         content = json.loads(entry)
-    except (ValueError, RecursionError) as error:
-        raise damaged from error
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise damaged
-    if content["format"] > FORMAT:
+        newer = content["format"] > FORMAT
+        whole = newer or all(isinstance(content.get(field), kind) for field, kind in _FIELDS.items())
+        changed = content.pop("checksum", None) != _checksum(content)  # fails on numbers that JSON cannot represent
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        whole = newer = changed = False
+    if newer:
         raise LoadError(
             f"{path} has format {content['format']}, written by a newer lipcert; this one reads {FORMAT}: update it"
         )
-    if not all(isinstance(content.get(field), kind) for field, kind in _FIELDS.items()):
-        raise damaged
-    try:
-        changed = content.pop("checksum", None) != _checksum(content)
-    except ValueError as error:  # numbers that JSON cannot represent
-        raise damaged from error
+    if not whole:
+        raise LoadError(f"{path} is damaged: its lipcert metadata cannot be read; copy it or write it again")
     if changed:
         raise LoadError(f"{path} is damaged: its lipcert metadata were changed after it was written; write it again")
     return content
@@ -328,8 +314,7 @@ def check_rebuilds(model: Model) -> None:
         if _rebuilds(model, {**arguments, **more}):
             model.source = {**model.source, "arguments": {**arguments, **more}}
             return
-    net = create_net(model.source["name"], pretrained=False, arguments=arguments)
-    _repeat_surgery(net, model.recipe)
+    net = _built(model.source["name"], arguments, model.recipe)
     kinds, converted = dict(net.named_modules()), model.net.state_dict().keys() <= net.state_dict().keys()
     for path, part in model.net.named_modules() if model.presumed and converted else ():
         if path in kinds and type(part) is not type(kinds[path]):
@@ -354,8 +339,7 @@ def check_rebuilds(model: Model) -> None:
 def _rebuilds(model: Model, arguments: Mapping[str, Any]) -> bool:
     """Whether timm builds the network of a model with these arguments."""
     try:
-        net = create_net(model.source["name"], pretrained=False, arguments=arguments)
-        _repeat_surgery(net, model.recipe)
+        net = _built(model.source["name"], arguments, model.recipe)
         return _structure(net) == _structure(model.net) and _agrees(net, model)
     except (LipcertError, RuntimeError, TypeError, ValueError):
         return False
@@ -384,12 +368,14 @@ def _altered(model: Model) -> bool:
     return bool(model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model))
 
 
-def _repeat_surgery(net: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces the modules as the surgery did; steps that only changed weights need no repetition."""
+def _built(name: str, arguments: Mapping[str, Any], recipe: Sequence[Mapping[str, Any]]) -> nn.Module:
+    """timm's network after the surgery of a recipe; steps that only changed weights need no repetition."""
+    net = create_net(name, pretrained=False, arguments=arguments)
     for step in recipe:
         if step["step"] == "convert":
             kinds = {name: step[name] for name in ("attention", "norm")}
             swap(net, **kinds, activation=step.get("activation", "keep"), initialise=False)
+    return net
 
 
 def _structure(net: nn.Module) -> list[object]:

@@ -94,7 +94,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     if not os.path.isfile(path):
         raise LoadError(f"there is no file {shortened(str(path))}")
     if path.suffix == ".safetensors":
-        keys, metadata = _keys_of(path)
+        keys, metadata = keys_of(path)
         if not keys:
             raise LoadError(f"{path} holds no state dict; expected names and tensors")
         name = metadata.get("architecture")
@@ -128,7 +128,7 @@ def _read_parts(index: Path) -> StoredWeights:
         raise LoadError(f"{index} lists {missing.name}, which is not beside it; download all parts")
     parts = sorted({*files.values()})
     if all(part.suffix == ".safetensors" for part in parts):
-        held = {part: {*_keys_of(part)[0]} for part in parts}
+        held = {part: {*keys_of(part)[0]} for part in parts}
         if any(key not in held[file] for key, file in files.items()):
             raise LoadError(f"{index} lists tensors that its parts do not hold; download them again")
         return StoredWeights(_Lazy(files))
@@ -349,7 +349,7 @@ def check_finite(net: nn.Module, origin: str) -> None:
         raise LoadError(f"{origin}: {problem}; a model with such weights cannot be certified")
 
 
-def _keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
+def keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
     """The names and the metadata of a safetensors file."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
