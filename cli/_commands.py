@@ -112,18 +112,10 @@ class Commands(typer.core.TyperGroup):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {' or '.join(map(repr, close))}?")
         return super().resolve_command(ctx, args)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Runs a command line; errors in it are one line, like all errors."""
         try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            code = super().main(*args, standalone_mode=False, **extra)
         except _UsageError as error:
             if not standalone_mode:
                 raise

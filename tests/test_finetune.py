@@ -803,7 +803,7 @@ IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
         ({"lr": 1e39}, (IMAGES, LABELS), "lr must be"),
         ({"temperature": 0.0}, (IMAGES, LABELS), "temperature must be"),
         ({"temperature": (0.2, 0.0)}, (IMAGES, LABELS), "temperature must be"),
-        ({"temperature": (0.2, 0.1, 0.05)}, (IMAGES, LABELS), "temperature is one number"),
+        ({"temperature": (0.2, 0.1, 0.05)}, (IMAGES, LABELS), "temperature must be"),
         ({"max_norm": 0.0}, (IMAGES, LABELS), "max_norm must be"),
         ({"max_norm": {"*": 1.0, "*.fc1": -1.0}}, (IMAGES, LABELS), "max_norm must be"),
         (
@@ -990,8 +990,8 @@ def test_what_the_command_refuses(folder) -> None:
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
     other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
     assert "FILE numbers them, and --model-args num_classes=10 makes a head" in other
-    assert "at least 1 image" in refused(small, *SHORT, "--batch-size", 0)
-    assert "a number, or the first and the last" in refused(small, *SHORT, "--temperature", "hot")
+    assert "batch_size must be at least 1" in refused(small, *SHORT, "--batch-size", 0)
+    assert "number, or the first and the last" in refused(small, *SHORT, "--temperature", "hot")
     assert "'*.fc1=1.2', got '*.fc1'" in refused(small, *SHORT, "--max-norm", "*.fc1")
     assert "no layer of the network matches" in refused(small, *SHORT, "--max-norm", "*.fc9=1")
     assert "no device 'tpu9'" in refused(small, *SHORT, "--device", "tpu9")
@@ -1048,7 +1048,7 @@ def test_a_second_data_set_is_mixed_into_every_batch(folder) -> None:
     mixed = ("--mix", "made", "--mix-ratio", 0.4)
     run("small.lipcert.safetensors", *SHORT, *mixed, "--out", "mixed.safetensors")
     assert load_artifact("mixed.safetensors").recipe[-1]["step"] == "finetune"
-    assert "between 0 and 1" in refused("small.lipcert.safetensors", *SHORT, "--mix", "made", "--mix-ratio", 1)
+    assert "above 0 and below 1" in refused("small.lipcert.safetensors", *SHORT, "--mix", "made", "--mix-ratio", 1)
 
 
 def test_cutout_and_randaugment_are_timms(folder) -> None:

@@ -12,6 +12,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 # Limits on the sum of a network's integer arguments (widths, depths) and on its largest float (ratios). With larger
 # ones timm would build lists of that length before the first weight.
@@ -33,7 +34,7 @@ def check_described(
     The work is bounded by the size of the file: construction stops as soon as the network has many more parts than the
     file has tensors.
     """
-    numbers = list(_numbers(arguments))
+    numbers = [value for value in tree_leaves(dict(arguments)) if isinstance(value, (int, float))]
     whole = sum(abs(number) for number in numbers if isinstance(number, int))
     if whole > _WHOLE or not all(abs(number) <= _RATIO for number in numbers if isinstance(number, float)):
         raise ValueError("its arguments ask for a network of absurd size")
@@ -65,11 +66,3 @@ def _limited(parts: int) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _numbers(tree: Any) -> Iterator[int | float]:
-    if isinstance(tree, (int, float)):
-        yield tree
-    elif isinstance(tree, (Mapping, list, tuple)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _numbers(item)

@@ -27,16 +27,7 @@ _LARGEST_PIXEL = 2.0
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Changes to a model's preprocessing configuration; None keeps an entry. The constructor checks the values.
-
-    Attributes:
-        mean: per-channel mean of the normalisation: numbers, or a text of numbers with commas; one number applies to
-            all channels.
-        std: per-channel standard deviation, likewise.
-        crop_pct: side of the crop as a fraction of the resized image's side, from 0.1 to 1.
-        input_size: height and width of the network's input, or one number for both.
-        interpolation: one of ``INTERPOLATIONS``.
-    """
+    """Changes to a model's preprocessing configuration, as numbers or as texts with commas; None keeps an entry."""
 
     mean: Sequence[float] | str | None = _option("Mean of the normalisation: 0.5, or 0.485,0.456,0.406.", None)
     std: Sequence[float] | str | None = _option("Standard deviation of the normalisation, likewise.", None)

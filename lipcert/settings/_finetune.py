@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from lipcert.errors import InputError
 from lipcert.settings._certify import AUTO, EPS, parse_eps
-from lipcert.settings._fields import COUNT, INSIDE, LARGEST, POSITIVE, SHARE, WEIGHT, check, documented, option
+from lipcert.settings._fields import COUNT, INSIDE, POSITIVE, SHARE, WEIGHT, check, documented, option
 
 Amp = Literal["bfloat16"]
 MaxNorm = float | Mapping[str, float]
@@ -139,21 +139,44 @@ class FinetuneSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        readers: tuple[tuple[str, Callable[[Any], Any]], ...] = (
-            ("eps", parse_eps),
-            ("temperature", _temperature),
-            ("ramp", _ramp),
-            ("max_norm", _norms),
-        )
-        for name, read in readers:
-            value = getattr(self, name)
-            if isinstance(value, (str, list)):
-                object.__setattr__(self, name, read(value))
-        self._check_numbers()
+        self._read_texts()
+        if (self.loss == "noise") is (self.sigma is None):
+            need = "needs" if self.sigma is None else "has no use for"
+            raise InputError(f"the loss {self.loss} {need} sigma, the standard deviation of the noise, such as 0.25")
+        for name in ("consistency", "denoiser"):
+            if getattr(self, name) and self.loss != "noise":
+                raise InputError(f"{name} is for the loss noise, and not for {self.loss}")
         if self.schedule == "multistep" and self.last_lr is not None:
             raise InputError("the schedule multistep divides the learning rate by 5 four times; leave last_lr out")
         if LOSSES[self.loss].bound == "local" and (self.amp is not None or self.temperature != 1.0):
             raise InputError(f"the loss {self.loss} propagates boxes: leave amp and temperature out")
+
+    def _read_texts(self) -> None:
+        """Replaces texts by numbers, and refuses numbers that mean nothing."""
+        if isinstance(self.eps, str):
+            object.__setattr__(self, "eps", parse_eps(self.eps))
+        elif not POSITIVE.holds(self.eps):
+            raise InputError(f"eps must be {POSITIVE.words}, got {self.eps}")
+        if self.temperature != AUTO:
+            ends = _numbers(self.temperature)
+            if not (1 <= len(ends) <= 2 and all(map(POSITIVE.holds, ends))):
+                what = f"{POSITIVE.words}, or the first and the last such as 0.2,0.02"
+                raise InputError(f"temperature must be {what}, got {self.temperature!r}")
+            object.__setattr__(self, "temperature", ends[0] if len(ends) == 1 else ends)
+        if self.ramp is not None:
+            ramp = _numbers(self.ramp)
+            if len(ramp) != 3 or not all(map(WEIGHT.holds, ramp)) or ramp[2] > 1 or ramp[1] == 0:
+                raise InputError(
+                    "ramp is three numbers: the factor of eps at first, at last, and the share of the run in between, "
+                    f"such as 0.1,2,0.5, got {self.ramp!r}"
+                )
+            object.__setattr__(self, "ramp", ramp)
+        if isinstance(self.max_norm, (str, list)):
+            object.__setattr__(self, "max_norm", _norms(self.max_norm))
+        norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        for norm in norms:
+            if norm is not None and not POSITIVE.holds(norm):
+                raise InputError(f"max_norm must be {POSITIVE.words}, got {norm}")
 
     def described(self) -> dict[str, Any]:
         """The settings as lists, dicts and numbers."""
@@ -181,50 +204,14 @@ class FinetuneSettings:
             return self.lr * (last / self.lr) ** (max(0.0, done - self.decay_from) / (1 - self.decay_from))
         return last + (self.lr - last) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
-    def _check_numbers(self) -> None:
-        given = self.temperature
-        temperatures = given if isinstance(given, (tuple, list)) else () if isinstance(given, str) else (given, given)
-        if len(temperatures) == 1 or len(temperatures) > 2:
-            raise InputError(f"temperature is one number, or the first and the last one, got {self.temperature}")
-        norms = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
-        positive = {"eps": [self.eps], "temperature": temperatures, "max_norm": norms}
-        for name, values in positive.items():
-            for value in values:
-                if value is not None and not 0 < value < LARGEST:
-                    raise InputError(f"{name} must be a positive number below {LARGEST:g}, got {value}")
-        if (self.loss == "noise") is (self.sigma is None):
-            need = "needs" if self.sigma is None else "has no use for"
-            raise InputError(f"the loss {self.loss} {need} sigma, the standard deviation of the noise, such as 0.25")
-        for name in ("consistency", "denoiser"):
-            if getattr(self, name) and self.loss != "noise":
-                raise InputError(f"{name} is for the loss noise, and not for {self.loss}")
-        if self.ramp is not None:
-            ramp = tuple(self.ramp)
-            if len(ramp) != 3 or not all(0 <= value < LARGEST for value in ramp) or ramp[2] > 1 or ramp[1] == 0:
-                raise InputError(
-                    "ramp is three numbers: the factor of eps at first, at last, and the share of the run in between, "
-                    f"such as (0.1, 2, 0.5), got {self.ramp}"
-                )
 
-
-def _temperature(text: Any) -> float | tuple[float, float] | str:
-    if text == AUTO:
-        return AUTO
+def _numbers(value: Any) -> tuple[float, ...]:
+    """The numbers of a text with commas between or of a sequence, or one alone; () where they are none."""
     try:
-        numbers = [float(number) for number in (text.split(",") if isinstance(text, str) else text)]
-    except ValueError:
-        numbers = []
-    if not 1 <= len(numbers) <= 2:
-        raise InputError(f"temperature takes a number, or the first and the last such as 0.2,0.02, got {text!r}")
-    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
-
-
-def _ramp(text: Any) -> tuple[float, float, float]:
-    try:
-        first, last, share = (float(number) for number in (text.split(",") if isinstance(text, str) else text))
-    except ValueError as error:
-        raise InputError(f"ramp takes three numbers such as 0.1,2,0.5, got {text!r}") from error
-    return first, last, share
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else (value,)
+        return tuple(float(part) for part in parts)
+    except (TypeError, ValueError):
+        return ()
 
 
 def _norms(texts: str | Sequence[str]) -> MaxNorm | None:
