@@ -43,7 +43,7 @@ from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
 from ._certify import Plan
-from ._loading import load_model, model_options, named, seconds_a_draw, show_preprocessing, untrained
+from ._loading import load_model, model_options, named, seconds_a_draw, show_preprocessing, torchrun, untrained
 from ._output import default_name
 from ._print import (
     busy,
@@ -61,7 +61,6 @@ from ._print import (
     upper,
     words_of,
 )
-from ._torchrun import torchrun
 
 # Forward passes in float64 that every certificate takes: margins, and a bound on their rounding errors.
 _PASSES = 2

@@ -55,8 +55,7 @@ def constrain(
     from lipcert.inputs.data import open_images
     from lipcert.inputs.loading import resolve
 
-    from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing
-    from ._torchrun import torchrun
+    from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing, torchrun
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:

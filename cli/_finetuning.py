@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
@@ -28,6 +27,7 @@ from lipcert.training import (
     Mixed,
     Validation,
     check_trainable,
+    denoised,
     recipe_for,
     settings_for,
 )
@@ -35,11 +35,10 @@ from lipcert.training import finetune as train
 
 from ._advice import Advice, Status, advise
 from ._finetune import TrainingImages
-from ._loading import load_model, show_preprocessing
+from ._loading import load_model, show_preprocessing, torchrun
 from ._options import ModelOptions
 from ._output import check_out, default_name
 from ._print import busy, command, print_facts, print_json, progress, say, words_of
-from ._torchrun import torchrun
 
 _EVALUATED = 64
 _SHOWN = 2000  # the number of images on which accuracy is measured, in at most as many seconds
@@ -209,10 +208,7 @@ def _accuracy(
     """The numbers of correct predictions, as the loss sees images, and of images; stops after some seconds."""
     part = slice(processes.rank, None, processes.count)
     right = processed = 0
-    forward, started = model, time.monotonic()
-    if asked.denoiser is not None:
-        forward = Denoised(model, asked.denoiser)
-        forward.tell(cast(float, asked.sigma))
+    forward, started = denoised(model, asked), time.monotonic()
     with processes.together(), torch.no_grad():
         for batch in images.batches(_EVALUATED * processes.count):
             pixels = batch.images[part]

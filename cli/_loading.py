@@ -1,10 +1,12 @@
-"""Loads the model of a command, and reports the preprocessing of images."""
+"""Loads the model of a command, reports the preprocessing of images, and connects the processes of torchrun."""
 
+import contextlib
 import importlib
 import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ from lipcert.errors import InputError, LoadError, first_line
 from lipcert.inputs.data import Images
 from lipcert.inputs.loading import BUNDLED, load, resolve
 from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
+from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import keep_freed
 from lipcert.smoothing import Denoised
@@ -162,3 +165,17 @@ def show_preprocessing(images: Images, model: Model) -> None:
     say(f"images: {size}{in_words(config)}")
     for remark in remarks(config, sizes):
         say(f"note: {remark}{f' ({len(sizes)} images sampled)' if len(areas) > 1 else ''}")
+
+
+@contextlib.contextmanager
+def torchrun() -> Iterator[Processes]:
+    """The processes of this run, usually one, connected during the block; only the first one prints."""
+    processes = Processes.of_torchrun()
+    processes.connect()
+    with contextlib.ExitStack() as stack:
+        stack.callback(processes.close)
+        if not processes.first:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield processes

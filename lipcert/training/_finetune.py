@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from lipcert.bounds import check_weights
 from lipcert.certifier.anchored import cut_of
-from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, LipcertError
 from lipcert.inputs.artifact import check_rebuilds, weights_hash
 from lipcert.inputs.batches import batches
@@ -40,7 +39,7 @@ from lipcert.training._local import LocalBound
 from lipcert.training._losses import BY_NAME, teacher_loss, twice_differentiable
 from lipcert.training._matrices import NormHold, held_at, matrices
 from lipcert.training._muon import Muon
-from lipcert.training._recipe import settings_for
+from lipcert.training._recipe import denoised, settings_for
 
 _WEIGHT_DECAY = 1e-4
 _CLIP = 3.0
@@ -264,10 +263,7 @@ class _Run:
         self.asked = asked
         self.teacher = teacher
         self.margin: float | None = None  # the moving average of median margins, for the temperature auto
-        self.smoothed = model
-        if asked.denoiser is not None:
-            self.smoothed = Denoised(model, asked.denoiser)
-            self.smoothed.tell(cast(float, asked.sigma))
+        self.smoothed = denoised(model, asked)
         self.sums, self.start = _Sums(0.0, 0, 0, 0), torch.get_rng_state()
         self.last: Epoch | None = None
         self.classes = number_of_classes(model)

@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from lipcert.bounds import lipschitz
+from lipcert.denoisers import Denoised
 from lipcert.errors import UnsupportedOperation
 from lipcert.model import Model
 from lipcert.networks import lip_convnet
 from lipcert.settings import LOOSE, RECIPES, FinetuneSettings, recipe_settings, settings_of
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, SmoothProject
 from lipcert.training._matrices import matrices, projections
+
+
+def denoised(model: Model, asked: FinetuneSettings) -> Model:
+    """The model behind the denoiser of its training, if there is one."""
+    if asked.denoiser is None:
+        return model
+    behind = Denoised(model, asked.denoiser)
+    behind.tell(cast(float, asked.sigma))
+    return behind
 
 
 def recipe_for(model: Model) -> tuple[str, str]:

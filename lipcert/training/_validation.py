@@ -4,19 +4,19 @@ import csv
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import safe_open
 
 from lipcert.certifier import Certifier, first_order_limit
-from lipcert.denoisers import Denoised
 from lipcert.errors import InputError
 from lipcert.inputs.data import Batch
 from lipcert.model import Model
 from lipcert.settings import GLOBAL, FinetuneSettings
 from lipcert.training._epoch import Epoch
+from lipcert.training._recipe import denoised
 
 
 class Validation:
@@ -39,10 +39,7 @@ class Validation:
         if batch.labels is None:
             raise InputError("validation needs images with labels")
         self.model, self.asked, self.file, self.labels = model, asked, file, batch.labels
-        self.smoothed = model
-        if asked.denoiser is not None:
-            self.smoothed = Denoised(model, asked.denoiser)
-            self.smoothed.tell(cast(float, asked.sigma))
+        self.smoothed = denoised(model, asked)
         noise = torch.randn(batch.images.shape, generator=torch.Generator().manual_seed(0)) * (asked.sigma or 0.0)
         self.images = batch.images + noise
         self.best, self.epoch = [-1.0], 0
