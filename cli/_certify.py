@@ -45,12 +45,10 @@ def certify(
     ] = False,
     limit: Limit = None,
     shard: Annotated[
-        str | None,
-        typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out."),
+        str | None, typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.")
     ] = None,
     memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free."),
+        str | None, typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.")
     ] = None,
     workers: Annotated[
         int | None,

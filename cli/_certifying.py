@@ -26,16 +26,7 @@ from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
 from lipcert.report import facts, other_order
-from lipcert.results import (
-    Run,
-    certifier_for,
-    free_file,
-    interval,
-    shard_path,
-    sigma_choice_of,
-    summary,
-    summary_path,
-)
+from lipcert.results import Run, certifier_for, free_file, interval, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings

@@ -38,8 +38,7 @@ def constrain(
     labels: Labels = None,
     limit: Limit = None,
     time_budget: Annotated[
-        str | None,
-        typer.Option(help="Begin no layer after this time, such as 10m; others stay unchanged."),
+        str | None, typer.Option(help="Begin no layer after this time, such as 10m; others stay unchanged.")
     ] = None,
     out: out("Output file: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,

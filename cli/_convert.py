@@ -36,13 +36,9 @@ _CHOICES = {
 @options_of(source=ModelOptions)
 def convert(
     source: Callable[..., ModelOptions],
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled."),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled.")],
     attention: Annotated[
-        str,
-        typer.Option(help="l2: L2 attention, which is globally Lipschitz.", **choice(_CHOICES["attention"])),
+        str, typer.Option(help="l2: L2 attention, which is globally Lipschitz.", **choice(_CHOICES["attention"]))
     ] = "l2",
     norm: Annotated[
         str,
@@ -53,10 +49,7 @@ def convert(
     ] = "keep",
     activation: Annotated[str, typer.Option(help="Replacement for ReLU.", **choice(_CHOICES["activation"]))] = "keep",
     data: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Calibrate on the first {IMAGES} of these images; kinds as for certify --data.",
-        ),
+        str | None, typer.Option(help=f"Calibrate on the first {IMAGES} of these images; kinds as for certify --data.")
     ] = None,
     out: out("Output file: <name>.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,

@@ -71,8 +71,7 @@ def finetune(
         ),
     ] = None,
     teacher: Annotated[
-        str | None,
-        typer.Option(help="Distil from this model: an artifact of the same classes, or a timm name."),
+        str | None, typer.Option(help="Distil from this model: an artifact of the same classes, or a timm name.")
     ] = None,
     classes: Classes = None,
     labels: Labels = None,

@@ -53,9 +53,7 @@ _DATA = "One image, or a folder or .tar of images (class folders give labels), o
 Data = Annotated[
     str | None,
     typer.Option(
-        "--data",
-        "--data-dir",
-        help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size.",
+        "--data", "--data-dir", help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size."
     ),
 ]
 Classes = Annotated[

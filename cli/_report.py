@@ -11,11 +11,7 @@ from ._print import busy, command, print_facts, print_json, print_table, say, st
 
 def report(
     results: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RESULTS",
-            help="Files that certify --out wrote, or folders of them.",
-        ),
+        list[Path], typer.Argument(metavar="RESULTS", help="Files that certify --out wrote, or folders of them.")
     ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the report as Markdown, with separate figures.")] = None,
@@ -24,10 +20,7 @@ def report(
     license: Annotated[str | None, typer.Option(help="Licence of the model for its card, such as apache-2.0.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base model, for the card.")] = None,
     eps: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Show results at this radius; repeatable. Default: the eps of the runs.",
-        ),
+        list[str] | None, typer.Option(help="Show results at this radius; repeatable. Default: the eps of the runs.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -9,15 +9,7 @@ import typer
 from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import Preprocessing
 
-from ._options import (
-    AsJson,
-    Classes,
-    Denoiser,
-    Labels,
-    ModelOptions,
-    Weights,
-    options_of,
-)
+from ._options import AsJson, Classes, Denoiser, Labels, ModelOptions, Weights, options_of
 from ._print import command, complain, print_facts, print_json, progress, say, start
 
 SAMPLE = 16
@@ -27,24 +19,12 @@ SAMPLE = 16
 def verify(
     weights: Callable[..., Weights],
     model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="The model that was certified: a name, an id, a path, or bundled.",
-        ),
+        str, typer.Argument(metavar="MODEL", help="The model that was certified: a name, an id, a path, or bundled.")
     ],
-    results: Annotated[
-        Path,
-        typer.Argument(metavar="RESULTS", help="The file that certify --out wrote."),
-    ],
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.")],
     sample: Annotated[int, typer.Option(help="Number of rows to recompute, drawn at random.")] = SAMPLE,
     everything: Annotated[bool, typer.Option("--all", help="Recompute all rows.")] = False,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="The images, if they have moved.",
-        ),
-    ] = None,
+    data: Annotated[str | None, typer.Option(help="The images, if they have moved.")] = None,
     classes: Classes = None,
     labels: Labels = None,
     as_json: AsJson = False,
@@ -72,10 +52,7 @@ def verify(
     settings = run.settings(attack_of(run))
     earlier = run.summary["data"]
     spec = data or str(earlier.get("spec"))
-    lists: dict[str, Any] = {
-        "classes": classes or earlier.get("classes"),
-        "labels": labels or earlier.get("labels"),
-    }
+    lists: dict[str, Any] = {"classes": classes or earlier.get("classes"), "labels": labels or earlier.get("labels")}
     images = open_images(None if spec == "bundled" else spec, loaded, **lists)
     show_data(images)
 
