@@ -121,12 +121,11 @@ class _Run:
         for path, outcome in outcomes.items():
             for method, solution in {} if isinstance(outcome, Failure) else outcome.items():
                 variants[method][path] = solution.weight.to(before[path])
-        entries = [self._entry(path, outcomes[path], before[path]) for path in chosen]
-        if all(entry.status == "failed" for entry in entries):
-            raise InputError(f"none of {len(entries)} layers could be constrained; {entries[0].shortfalls[0]}")
-
         after = variants[asked.lowered]
         errors = self._held_out_errors(before, after)
+        entries = [self._entry(path, outcomes[path], before[path], errors.get(path)) for path in chosen]
+        if all(entry.status == "failed" for entry in entries):
+            raise InputError(f"none of {len(entries)} layers could be constrained; {entries[0].shortfalls[0]}")
         try:
             accuracy, agreement = self._compare({"before": before, **variants})
             _put(chosen, after)
@@ -134,7 +133,6 @@ class _Run:
         except BaseException:
             _put(chosen, before)
             raise
-        entries = [_with_held_out(entry, errors.get(entry.path)) for entry in entries]
 
         def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
             return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
@@ -210,28 +208,21 @@ class _Run:
             notes.append(f"no bound of the whole network: {error}")
             return None
 
-    def _entry(self, path: str, outcome: Outcome, before: Tensor) -> LayerConstraint:
-        """The figures of a layer but for those on held-out images."""
-        facts = self.facts[path]
-        about: dict[str, Any] = {"path": path, "rows": facts.rows, "width": facts.width}
+    def _entry(self, path: str, outcome: Outcome, before: Tensor, held_out: float | None) -> LayerConstraint:
+        """The figures of a layer, with its error on held-out images."""
+        facts, found = self.facts[path], dict[str, Any]()
         if isinstance(outcome, Failure):
             norm = self.norms[path](before)
-            entry = LayerConstraint(
-                norm_before=norm,
-                norm_after=norm,
-                error_asked=facts.error,
-                error_reached=None,
-                sparsity=float((before == 0).double().mean()),
-                rank=facts.width,
-                status="failed",
-                baselines=dict.fromkeys(BASELINES, norm),
-                **about,
-            )
+            found |= {"norm_before": norm, "norm_after": norm, "error_reached": None, "status": "failed"}
+            found |= {"sparsity": float((before == 0).double().mean()), "rank": facts.width}
+            baselines = dict.fromkeys(BASELINES, norm)
         else:
             solved = outcome[self.asked.lowered]
-            found = {name: getattr(solved, name) for name in LayerFigures.__dataclass_fields__}
-            found |= {"error_reached": solved.error_reached if before.any() else None, "error_asked": facts.error}
-            entry = LayerConstraint(**found, **about, baselines={name: outcome[name].norm_after for name in BASELINES})
+            found |= {name: getattr(solved, name) for name in LayerFigures.__dataclass_fields__}
+            found |= {"error_reached": solved.error_reached if before.any() else None, "error_held_out": held_out}
+            baselines = {name: outcome[name].norm_after for name in BASELINES}
+        found |= {"path": path, "rows": facts.rows, "width": facts.width, "error_asked": facts.error}
+        entry = LayerConstraint(**found, baselines=baselines)
         return replace(entry, shortfalls=tuple(self._shortfalls(entry, outcome, before.dtype)))
 
     def _shortfalls(self, entry: LayerConstraint, outcome: Outcome, dtype: torch.dtype) -> Iterator[str]:
@@ -247,6 +238,9 @@ class _Run:
         if entry.error_reached is not None and entry.error_reached > error * (1 + 1e-9):
             why = "after an inexact projection" if self.faithful else f"rounded to {dtype}"
             yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {error:g}"
+        held_out = entry.error_held_out
+        if held_out is not None and held_out > _GENERALISES * error:
+            yield f"{path}: its error on held-out images is {held_out:.3g}, above {error:g}; use more images"
         if entry.norm_after > entry.norm_before * (1 + 1e-4):
             yield f"{path}: its norm rose from {entry.norm_before:.4g} to {entry.norm_after:.4g}"
 
@@ -339,16 +333,6 @@ def _cost(layer: Layer) -> float:
     outputs = layer.weight.shape[0] // groups
     smaller = min(outputs, width)
     return groups * (40 * (4 * outputs * width * smaller + 12 * smaller**3) + 20 * width**3)
-
-
-def _with_held_out(entry: LayerConstraint, error: float | None) -> LayerConstraint:
-    if error is None or entry.status == "failed":
-        return entry
-    entry = replace(entry, error_held_out=error)
-    if error <= _GENERALISES * entry.error_asked:
-        return entry
-    line = f"{entry.path}: its error on held-out images is {error:.3g}, above {entry.error_asked:g}; use more images"
-    return replace(entry, shortfalls=(*entry.shortfalls, line))
 
 
 def _put(chosen: Mapping[str, Layer], weights: Weights) -> None:
