@@ -131,45 +131,31 @@ def _options(run: Run) -> str:
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:
-    common: dict[str, Any] = {**_TASK, **_dataset(run)}
     details = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown")), "holds_for": run.holds_for}
-    results = []
-
-    def add(kind: str, name: str, part: int, **arguments: Any) -> None:
-        value = round(part / len(run), 6)
-        arguments = {**details, **arguments}
-        results.append(
-            EvalResult(**common, metric_type=kind, metric_name=name, metric_value=value, metric_args=arguments)
-        )
-
-    if run.labelled:
-        add(
-            "accuracy",
-            right(run).capitalize(),
-            run.correct,
-        )
+    about: dict[str, Any] = {"rigor": "probabilistic", "delta": run.delta} if run.delta else {"rigor": "deterministic"}
+    about["method"] = str(run.summary.get("method", "unknown"))
+    kind, word = ("certified_accuracy", "accuracy") if run.labelled else ("certified_share", "share")
     of = ", of the smoothed classifier" if run.smoothed else ""
+    found: list[tuple[str, str, int, dict[str, Any]]] = []
+    if run.labelled:
+        found.append(("accuracy", right(run).capitalize(), run.correct, {}))
     for value, typed in eps:
         ball = {"norm": "l2", "eps": value}
         if run.attacked:
-            add(
-                "adversarial_accuracy",
-                f"{run.attack_name} accuracy at ε = {typed}",
-                run.surviving_at(value),
-                **ball,
-                rigor="estimate",
-                attack=run.attack,
-            )
-        add(
-            "certified_accuracy" if run.labelled else "certified_share",
-            f"Certified {'accuracy' if run.labelled else 'share'} at ε = {typed}{of}",
-            run.certified_at(value),
-            **ball,
-            rigor="probabilistic" if run.delta else "deterministic",
-            **({"delta": run.delta} if run.delta else {}),
-            method=str(run.summary.get("method", "unknown")),
+            attack = {**ball, "rigor": "estimate", "attack": run.attack}
+            name = f"{run.attack_name} accuracy at ε = {typed}"
+            found.append(("adversarial_accuracy", name, run.surviving_at(value), attack))
+        found.append((kind, f"Certified {word} at ε = {typed}{of}", run.certified_at(value), {**ball, **about}))
+    return [
+        EvalResult(
+            **{**_TASK, **_dataset(run)},
+            metric_type=kind,
+            metric_name=name,
+            metric_value=round(part / len(run), 6),
+            metric_args={**details, **more},
         )
-    return results
+        for kind, name, part, more in found
+    ]
 
 
 # Hub ids of the data sets that torchvision has; a folder of one of these names is a split.

@@ -107,23 +107,11 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
         marks: dict[str, Any] = {"color": colour, "clip_on": False}
         if one:
             axes.fill_between(eps, lower, upper, step="post", color=colour, alpha=0.12, linewidth=0)
-        axes.axhline(
-            100 * float(run.right.mean()),
-            color=colour,
-            linestyle=":",
-            linewidth=1.5,
-            label=(right(run) if run.labelled else "all images") if one else None,
-        )
+        what = (right(run) if run.labelled else "all images") if one else None
+        axes.axhline(100 * float(run.right.mean()), color=colour, linestyle=":", linewidth=1.5, label=what)
         if run.attacked:
-            axes.step(
-                eps,
-                upper,
-                where="post",
-                linestyle="--",
-                linewidth=1.7,
-                label=upper_bound(run) if one else None,
-                **marks,
-            )
+            label = upper_bound(run) if one else None
+            axes.step(eps, upper, where="post", linestyle="--", linewidth=1.7, label=label, **marks)
         # Symbols distinguish the curves without colour. They are drawn only where the certified share is positive.
         above_zero = np.flatnonzero(lower > 0)
         some = above_zero[np.linspace(0, len(above_zero) - 1, 7)[:-1].astype(int)] if len(above_zero) else above_zero
