@@ -219,8 +219,8 @@ def load_weights(
         f"{key} is {shapes[key][0]} in the file and {shapes[key][1]} in the model" for key in shapes if key in other
     ]
     problems = [
-        _listed("tensor missing", "tensors missing", missing),
-        _listed("tensor too many", "tensors too many", extra),
+        _listed("missing", missing),
+        _listed("too many", extra),
         *sizes[:1],
         *kinds[:1],
     ]
@@ -338,7 +338,7 @@ def _normaliser(
             break
     unread = [key for key in outside if key not in used and key.rpartition(".")[2] not in _ADDED]
     if unread:
-        warnings.warn(f"{file}: {_listed('tensor', 'tensors', unread)} outside {prefix} left out", stacklevel=3)
+        warnings.warn(f"{file}: {_listed(f'outside {prefix} left out', unread)}", stacklevel=3)
     return pixels
 
 
@@ -493,8 +493,8 @@ def _is_plain(value: Any) -> bool:
     return value.layout == torch.strided and value.device.type == "cpu"
 
 
-def _listed(one: str, many: str, names: list[str]) -> str:
-    if not names:
-        return ""
+def _listed(what: str, names: list[str]) -> str:
+    """How many tensors are missing, for example, and the first ones; "" without any."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{len(names)} {one if len(names) == 1 else many} ({', '.join(map(shortened, names[:3]))}{more})"
+    listing = f"({', '.join(map(shortened, names[:3]))}{more})"
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} {what} {listing}" if names else ""

@@ -262,12 +262,9 @@ class L2WindowAttention(L2SetAttention):
 
     def _index(self) -> Tensor:
         """Row of the table for each pair of tokens, (Δ row + h − 1)(2w − 1) + Δ column + w − 1; shape (area, area)."""
-        height, width = self.window_size
-        device = self.q.weight.device
-        rows = torch.arange(height, device=device).repeat_interleave(width)
-        columns = torch.arange(width, device=device).repeat(height)
-        down, right = rows[:, None] - rows, columns[:, None] - columns
-        return (down + height - 1) * (2 * width - 1) + right + width - 1
+        from timm.layers.pos_embed_rel import gen_relative_position_index  # not above: workers need no timm
+
+        return gen_relative_position_index(self.window_size).to(self.q.weight.device)
 
     def init_non_persistent_buffers(self) -> None:
         """Recomputes the index, for timm, after a model was built without storage."""

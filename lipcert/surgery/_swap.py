@@ -150,9 +150,7 @@ def plan(
             else:
                 new = _projection(module, norm, device)
                 if norm == "lofast":
-                    new = _of_lofast(
-                        new, before_attention=any(_before_attention(*place) for place in places.get(module, ()))
-                    )
+                    _of_lofast(new, any(_before_attention(*place) for place in places.get(module, ())))
                 after = [part for part in module.children() if not isinstance(part, nn.Identity)]
             inside_new.update(module.modules())
         elif type(module) is nn.ReLU and activation != "keep":
@@ -193,11 +191,7 @@ def _projection(norm: Any, kind: Norm, device: torch.device) -> nn.Module:
     form, first = norm_kind(norm)
     weight, bias = norm.weight, getattr(norm, "bias", None)
     reference = weight if weight is not None else torch.empty(0, device=device)
-    arguments: dict[str, Any] = {
-        "bias": bias is not None,
-        "device": reference.device,
-        "dtype": reference.dtype,
-    }
+    arguments: dict[str, Any] = {"bias": bias is not None, "device": reference.device, "dtype": reference.dtype}
     projection: Any = PROJECTIONS[kind][form]
     if form == "group":
         new = projection(norm.num_channels, groups=norm.num_groups, **arguments)
@@ -218,10 +212,9 @@ def _before_attention(parent: nn.Module, name: str) -> bool:
     return following is not None and attention_reason(following) is not None
 
 
-def _of_lofast(projection: Any, *, before_attention: bool) -> Any:
+def _of_lofast(projection: Any, before_attention: bool) -> None:
     """Equation 29 of LoFAST: a radius of 1 before attention and of √d elsewhere, weight 1 that is not trained."""
     projection.bias = None
     projection.weight.data.fill_(1.0)
     projection.weight.requires_grad_(False)
     projection.radius.fill_(1.0 if before_attention else projection.dim**0.5)
-    return projection

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from lipcert.surgery._arranged import (
@@ -260,7 +259,13 @@ def attention_reason(module: nn.Module) -> str | None:
     if name in KEPT:
         return KEPT[name]
     parts = [part for part in module.modules() if part is not module]
-    if _called_attention(module) and not any(class_name(part) in {**ATTENTIONS, **KEPT} for part in parts):
+    kind = type(module)
+    called = any(word in kind.__name__.lower() for word in ("attention", "attn"))
+    if (
+        called
+        and not kind.__module__.startswith("lipcert.")
+        and not any(class_name(part) in {**ATTENTIONS, **KEPT} for part in parts)
+    ):
         return "no L2 form is known for this class"
     return None
 
@@ -281,11 +286,6 @@ def norm_reason(module: nn.Module) -> str | None:
     return None if contains else "no projection is known for this class"
 
 
-def _called_attention(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return ("attention" in name or "attn" in name) and not type(module).__module__.startswith("lipcert.")
-
-
 def _refused(module: nn.Module) -> str:
     """The reason in ``REFUSED`` why a module is kept; "" without one."""
     for name, (reason, allowed) in REFUSED.items():
@@ -297,15 +297,11 @@ def _refused(module: nn.Module) -> str:
 
 def _unreadable(module: Any) -> str:
     """The reason why a module's linear maps cannot be read; "" if they are plain linear layers or 1×1 convolutions."""
-    layers = [getattr(module, name, None) for name in ("qkv", "q", "k", "v", "kv", "qk", "proj")]
-    linear = (nn.Linear, nn.Conv2d)
-    for layer in layers:
-        if isinstance(layer, nn.Module) and (not isinstance(layer, linear) or not _pointwise(layer)):
+    for name in ("qkv", "q", "k", "v", "kv", "qk", "proj"):
+        layer: Any = getattr(module, name, None)
+        plain = isinstance(layer, nn.Linear) or (
+            isinstance(layer, nn.Conv2d) and {*layer.kernel_size, *layer.stride, layer.groups} == {1}
+        )
+        if isinstance(layer, nn.Module) and not plain:
             return f"its maps are {type(layer).__name__}s, not plain linear maps"
     return ""
-
-
-def _pointwise(layer: Any) -> bool:
-    return isinstance(layer, nn.Linear) or (
-        torch.Size(layer.kernel_size).numel() == 1 and layer.groups == 1 and set(layer.stride) == {1}
-    )
