@@ -96,23 +96,14 @@ def soft_threshold(matrix: Tensor, step: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Measure:
-    """A norm of matrices.
+    """A norm of matrices."""
 
-    Attributes:
-        value: W → ‖W‖.
-        dual: Y → the largest ⟨Y, W⟩ over ‖W‖ ≤ 1.
-        prox: (W, step) → argmin_V step · ‖V‖ + ½ ‖V − W‖_F².
-        step: W_pre → the step of Douglas–Rachford. It changes the speed, not the limit.
-        rotates: whether ‖W Q‖ = ‖W‖ for orthogonal Q, so that the solver may use the eigenbasis of the moments.
-        balances: whether the step may start large and fall.
-    """
-
-    value: Callable[[Tensor], float]
-    dual: Callable[[Tensor], float]
-    prox: Callable[[Tensor, float], Tensor]
-    step: Callable[[Tensor], float]
-    rotates: bool
-    balances: bool = False
+    value: Callable[[Tensor], float]  # W → ‖W‖
+    dual: Callable[[Tensor], float]  # Y → the largest ⟨Y, W⟩ over ‖W‖ ≤ 1
+    prox: Callable[[Tensor, float], Tensor]  # (W, step) → argmin_V step · ‖V‖ + ½ ‖V − W‖_F²
+    step: Callable[[Tensor], float]  # W_pre → the step of Douglas–Rachford, which changes its speed, not its limit
+    rotates: bool  # whether ‖W Q‖ = ‖W‖ for orthogonal Q, so that the solver may use the eigenbasis of the moments
+    balances: bool = False  # whether the step may start large and fall
 
 
 MEASURES = {

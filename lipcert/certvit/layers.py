@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -92,16 +93,11 @@ def _watch(model: Model, layers: Mapping[str, Layer]) -> None:
         if isinstance(layer.module, nn.Conv2d):
             layer.sizes.add(tuple(images.shape[-2:]))
 
-    handles = [
-        layer.module.register_forward_pre_hook(lambda _, inputs, layer=layer: note(layer, inputs[0]))
-        for layer in layers.values()
-    ]
-    try:
-        with evaluating(model), torch.no_grad():
-            model(torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as stack, evaluating(model), torch.no_grad():
+        for layer in layers.values():
+            hook = layer.module.register_forward_pre_hook(lambda _, inputs, layer=layer: note(layer, inputs[0]))
+            stack.enter_context(hook)
+        model(torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device))
 
 
 def _owners(net: nn.Module) -> dict[int, list[str]]:

@@ -60,9 +60,5 @@ def _limited(parts: int) -> Iterator[None]:
         if registered > parts:
             raise ValueError("its arguments describe a larger network than its weights fill")
 
-    hooks = [register_module_module_registration_hook(count), register_module_parameter_registration_hook(count)]
-    try:
+    with register_module_module_registration_hook(count), register_module_parameter_registration_hook(count):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -93,40 +93,24 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
     """The images of a data set that a run looks at, ready for the model.
 
     ``images[i]`` is the i-th of them, as ((C, H, W) float32 in [0, 1], label or None); ``batches`` goes through all.
-
-    Attributes:
-        spec: what the user called the data set; None for the bundled images.
-        labelled: whether the labels are known and belong to the model's classes.
-        note: one line on why labels were left out, or None.
-        other_classes: how many classes the data set has, if the model has another number; else None.
-        notes: what was inferred about the images or left out, a line each.
-        split: the split that was chosen among several; None where the user named it, or there is only one.
-        labels_by: in words, what labels follow from; None where that is the data set itself.
-        lists: the files ``classes`` and ``labels`` that were given.
-        class_names: names of classes by number, as far as the data set or the model has them.
-        order: positions in the whole data set, in the order of the run.
-        total: images in the whole data set, with those of ``removed``.
-        removed: positions of images that the data set had before, ascending, see :meth:`leave_out`.
-        limit: how many images the run looks at; None for all.
-        stored: whether the images are stored as the network takes them, and not resized from files.
     """
 
-    stored = False
+    stored = False  # whether they are stored as the network takes them, and not resized from files
 
     def __init__(self, spec: str | None, *, total: int, limit: int | None):
-        self.spec = spec
-        self.limit = limit
-        self.labelled = True
-        self.note: str | None = None
-        self.other_classes: int | None = None
-        self.notes: list[str] = []
-        self.split: str | None = None
-        self.labels_by: str | None = None
-        self.lists: dict[str, str] = {}
-        self.class_names: dict[int, str] = {}
-        self.total = total
-        self.removed: list[int] = []
-        self.order = order_of(total, limit)
+        self.spec = spec  # what the user called the data set; None for the bundled images
+        self.limit = limit  # how many images the run looks at; None for all
+        self.labelled = True  # whether the labels are known and belong to the model's classes
+        self.note: str | None = None  # why labels were left out, in one line
+        self.other_classes: int | None = None  # how many classes the data set has, if the model has another number
+        self.notes: list[str] = []  # what was inferred about the images or left out, a line each
+        self.split: str | None = None  # the split that was chosen; None where the user named it, or there is only one
+        self.labels_by: str | None = None  # in words, what labels follow from; None for the data set itself
+        self.lists: dict[str, str] = {}  # the files ``classes`` and ``labels`` that were given
+        self.class_names: dict[int, str] = {}  # by number, as far as the data set or the model has them
+        self.total = total  # images in the whole data set, with those of ``removed``
+        self.removed: list[int] = []  # positions of images that the data set had before, see :meth:`leave_out`
+        self.order = order_of(total, limit)  # positions in the whole data set, in the order of the run
 
     def __len__(self) -> int:
         return len(self.order)

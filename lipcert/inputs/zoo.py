@@ -21,28 +21,17 @@ ROUNDING = TABLE.with_name("rounding.json")
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of timm.
-
-    Attributes:
-        family: the timm file that registers it.
-        reason: the operations that make the global bound infinite, and their places; "" if it is finite.
-        linearised_reason: the operations without a remainder rule, which LoFAST and the anchored method need; "" if
-            there are none.
-        logits: whether the network, as timm builds it, gives one vector per image.
-        attention: (class, its replacement by ``convert(attention="l2")``).
-        norms: (class, its replacement by ``convert(norm="smooth")``).
-        kept: (class, the reason why ``convert`` keeps it).
-    """
+    """One architecture of timm."""
 
     name: str
-    family: str
+    family: str  # the timm file that registers it
     parameters: int
-    reason: str
-    linearised_reason: str
-    logits: bool
-    attention: tuple[tuple[str, str], ...]
-    norms: tuple[tuple[str, str], ...]
-    kept: tuple[tuple[str, str], ...]
+    reason: str  # the operations that make the global bound infinite, and their places; "" if it is finite
+    linearised_reason: str  # the operations without a remainder rule, which LoFAST and the anchored method need
+    logits: bool  # whether the network, as timm builds it, gives one vector per image
+    attention: tuple[tuple[str, str], ...]  # (class, its replacement by convert(attention="l2"))
+    norms: tuple[tuple[str, str], ...]  # (class, its replacement by convert(norm="smooth"))
+    kept: tuple[tuple[str, str], ...]  # (class, the reason why convert keeps it)
 
     @property
     def covered(self) -> bool:

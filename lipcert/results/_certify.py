@@ -39,15 +39,9 @@ _SHOWN = 20
 
 @dataclass(frozen=True, repr=False)
 class _Viewable(Certificates):
-    """Certificates with methods to iterate over, show and save them.
+    """Certificates with methods to iterate over, show and save them."""
 
-    Attributes:
-        about: the description of the run, as in the summary of a result file.
-        hashes: the hashes of the N images.
-        seconds: duration of the run.
-    """
-
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)  # the description of the run, as in a summary
     hashes: tuple[str, ...] = ()
     seconds: float = 0.0
 

@@ -16,25 +16,15 @@ MethodName = Literal["staged", "global", "gloro", "local", "lofast", "anchored",
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What is known of a method before it sees a network.
-
-    Attributes:
-        name: its name in commands, settings and rows.
-        about: what it bounds, for help texts and the documentation.
-        smoothed: whether it certifies the smoothed classifier in place of the network itself.
-        deterministic: whether it draws no random start vectors.
-        published: whether it is kept as published, for comparison, and only for the networks of its paper.
-        linearised: whether it linearises the network at the image, and so needs remainder rules.
-        staged: whether staged certification uses it.
-    """
+    """What is known of a method before it sees a network."""
 
     name: str
-    about: str
-    smoothed: bool = False
-    published: bool = False
-    deterministic: bool = False
-    linearised: bool = False
-    staged: bool = True
+    about: str  # what it bounds, for help texts and the documentation
+    smoothed: bool = False  # whether it certifies the smoothed classifier in place of the network itself
+    published: bool = False  # whether it is kept as published, for comparison, for the networks of its paper alone
+    deterministic: bool = False  # whether it draws no random start vectors
+    linearised: bool = False  # whether it linearises the network at the image, and so needs remainder rules
+    staged: bool = True  # whether staged certification uses it
 
 
 # From the cheapest to the strongest. Staged certification omits lofast, because anchored includes it.

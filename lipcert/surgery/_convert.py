@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,7 +166,6 @@ class _Functional(TorchFunctionMode):
 def _calibrate(model: Model, edits: list[Edit], images: Tensor, norm: Norm) -> None:
     """Runs the images through the model once; each new module is set from its input just before its first run."""
     waiting = {edit.new: edit for edit in edits if edit.new is not None}
-
     activations = tuple(ACTIVATIONS.values())
 
     def set_from_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -177,12 +177,10 @@ def _calibrate(model: Model, edits: list[Edit], images: Tensor, norm: Norm) -> N
         elif edit is not None and norm != "lofast":
             calibrate_projection(module, edit.old, inputs[0])  # type: ignore[arg-type]
 
-    handles = [module.register_forward_pre_hook(set_from_input) for module in list(waiting)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in [*waiting]:
+            stack.enter_context(module.register_forward_pre_hook(set_from_input))
         _logits(model, images, batch=len(images))
-    finally:
-        for handle in handles:
-            handle.remove()
     for edit in waiting.values():  # modules that the forward pass does not use
         edit.initialise()
 

@@ -52,22 +52,13 @@ class Kept:
 
 @dataclass
 class Edit:
-    """One planned replacement, which can be reverted.
-
-    Attributes:
-        path: the module's path in the network.
-        old: the module.
-        new: its replacement; None for a linear map, which remains the same object with its hooks and only changes its
-            class.
-        after: parts of the old module that run after the new one, such as the activation of a norm.
-        places: every (parent, name) under which the module is registered.
-    """
+    """One planned replacement, which can be reverted."""
 
     path: str
     old: nn.Module
-    new: nn.Module | None
-    places: Sequence[tuple[nn.Module, str]]
-    after: Sequence[nn.Module] = ()
+    new: nn.Module | None  # None for a linear map, which stays the same object and only changes its class
+    places: Sequence[tuple[nn.Module, str]]  # every (parent, name) under which the module is registered
+    after: Sequence[nn.Module] = ()  # parts of the old module that run after the new one, such as an activation
 
     def __post_init__(self) -> None:
         self.was = type(self.old)

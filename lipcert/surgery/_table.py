@@ -26,19 +26,12 @@ from lipcert.surgery._attention import L2Attention
 
 @dataclass(frozen=True)
 class Replacement:
-    """The replacement of a softmax attention class by L2 attention.
-
-    Attributes:
-        now: the class that replaces it.
-        packing: the layers of its queries, keys and values; see :mod:`lipcert.surgery._heads`.
-        own: the arguments of the new class that a module determines.
-        channel_last_heads: whether the head index varies fastest in the input of the output projection.
-    """
+    """The replacement of a softmax attention class by L2 attention."""
 
     now: type[L2Attention]
-    packing: str = "qkv"
-    own: Callable[[Any], dict[str, Any]] = lambda module: {}
-    channel_last_heads: bool = False
+    packing: str = "qkv"  # the layers of its queries, keys and values, see lipcert.surgery._heads
+    own: Callable[[Any], dict[str, Any]] = lambda module: {}  # the arguments that a module determines
+    channel_last_heads: bool = False  # whether the head index varies fastest in the input of the output projection
 
 
 def _named(classes: str) -> set[str]:

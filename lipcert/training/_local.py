@@ -32,20 +32,13 @@ _PIECEWISE = ("relu", ClippedReLU, MaxMin, ClippedMaxMin)
 
 @dataclass
 class BoxState:
-    """A value of N images within a ball around each.
+    """A value of N images within a ball around each."""
 
-    Attributes:
-        nominal: the value at the images, shape (N, ...).
-        low, high: bounds on its entries.
-        rho: a bound on the norm of its deviation, shape (N,).
-        moves: 1 for entries that can vary and 0 for constant ones, of the shape of ``nominal``; None if all can vary.
-    """
-
-    nominal: Tensor
+    nominal: Tensor  # the value at the images, shape (N, ...)
     low: Tensor
     high: Tensor
-    rho: Tensor
-    moves: Tensor | None = None
+    rho: Tensor  # a bound on the norm of its deviation, shape (N,)
+    moves: Tensor | None = None  # 1 for entries that can vary and 0 for constant ones; None if all can vary
 
 
 class LocalBound:
