@@ -115,7 +115,7 @@ class Commands(typer.core.TyperGroup):
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Runs a command line; errors in it are one line, like all errors."""
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(*args, standalone_mode=False, **extra)  # type: ignore[misc]
         except _UsageError as error:
             if not standalone_mode:
                 raise

@@ -190,7 +190,7 @@ def test_the_command_takes_the_hyper_parameters_of_the_faithful_engine(folder):
     [
         (["--beta", "0.1"], "for the engine faithful only"),
         (["--point", "sparse"], "for the engine faithful only"),
-        (["--eta", "0"], "eta must be above 0"),
+        (["--eta", "0"], "eta must be a positive number"),
         (["--iterations", "0"], "iterations must be at least 1"),
         (["--mini-batches", "2"], "for the engine faithful only"),
         (["--engine", "faithful", "--beta", "0.1", "--quantile", "0.1"], "give one of them"),

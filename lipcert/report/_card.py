@@ -134,6 +134,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
     details = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown")), "holds_for": run.holds_for}
     about: dict[str, Any] = {"rigor": "probabilistic", "delta": run.delta} if run.delta else {"rigor": "deterministic"}
     about["method"] = str(run.summary.get("method", "unknown"))
+    common: dict[str, Any] = {**_TASK, **_dataset(run)}
     kind, word = ("certified_accuracy", "accuracy") if run.labelled else ("certified_share", "share")
     of = ", of the smoothed classifier" if run.smoothed else ""
     found: list[tuple[str, str, int, dict[str, Any]]] = []
@@ -148,7 +149,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
         found.append((kind, f"Certified {word} at ε = {typed}{of}", run.certified_at(value), {**ball, **about}))
     return [
         EvalResult(
-            **{**_TASK, **_dataset(run)},
+            **common,
             metric_type=kind,
             metric_name=name,
             metric_value=round(part / len(run), 6),

@@ -28,7 +28,7 @@ class Range(NamedTuple):
     included: bool = False
     whole: bool = False
 
-    def holds(self, value: object) -> bool:
+    def holds(self, value: Any) -> bool:
         """Whether a value is one of the numbers."""
         if not isinstance(value, int if self.whole else Real) or isinstance(value, bool):
             return False
