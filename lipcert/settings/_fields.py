@@ -30,7 +30,8 @@ class Range(NamedTuple):
 
     def holds(self, value: Any) -> bool:
         """Whether a value is one of the numbers."""
-        if not isinstance(value, int if self.whole else Real) or isinstance(value, bool):
+        kind: Any = int if self.whole else Real
+        if not isinstance(value, kind) or isinstance(value, bool):
             return False
         return self.low < value < self.high or (self.included and value == self.low)
 
