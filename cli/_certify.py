@@ -73,7 +73,8 @@ def certify(
     denoiser: Denoiser = None,
 ) -> None:
     """Certify images: no l2 perturbation of pixels within [0, 1] below the certified radius changes the prediction."""
-    asked = [settings(sigma=sigma) for sigma in _sigmas(settings.keywords.get("sigma"))]
+    sigma = settings.keywords.get("sigma")
+    asked = [settings(sigma=one) for one in ([None] if sigma is None else dict.fromkeys(sigma.split(",")))]
     asked_source = source()
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
@@ -134,8 +135,3 @@ class Plan:
     as_json: bool
     part: int = 0
     parts: int = 1
-
-
-def _sigmas(text: str | None) -> list[str | None]:
-    """The requested standard deviations without repetitions; [None] without any."""
-    return [None] if text is None else [*dict.fromkeys(text.split(","))]

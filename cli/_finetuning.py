@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,7 +146,7 @@ def run(
                     checkpoint=unfinished,
                     progress=finished,
                     until=until,
-                    **{field.name: getattr(asked, field.name) for field in fields(asked)},
+                    **vars(asked),
                 )
             except KeyboardInterrupt as error:
                 outcome = f"rerun to continue from {unfinished}" if unfinished.exists() else "no epoch was finished"

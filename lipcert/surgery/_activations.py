@@ -24,6 +24,7 @@ class _Activation(nn.Module):
 
     PARTS: ClassVar[dict[str, tuple[type[nn.Module], ...]]] = {}
     why: ClassVar[str]
+    dim: int
 
     def lipschitz(self, input_shape: tuple[int, ...]) -> Bound:
         """The bound 1, for a sample of this shape.
@@ -36,7 +37,7 @@ class _Activation(nn.Module):
         return Bound.deterministic(1.0, self.why, f"lipcert.surgery.{type(self).__name__}")
 
     def _check(self, shape: tuple[int, ...]) -> None:
-        raise NotImplementedError
+        _half(shape, self.dim)
 
 
 class ClippedReLU(_Activation):
@@ -79,9 +80,6 @@ class MaxMin(_Activation):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(_sorted(*x.chunk(2, self.dim)), self.dim)
 
-    def _check(self, shape: tuple[int, ...]) -> None:
-        _half(shape, self.dim)
-
 
 class SmoothMaxMin(_Activation):
     """:class:`MaxMin` with a softplus s(t) = β log(1 + exp(t/β)) in place of the ReLU: (b + s(a − b), a − s(a − b)).
@@ -109,9 +107,6 @@ class SmoothMaxMin(_Activation):
         a, b = x.chunk(2, self.dim)
         above = F.logsigmoid((b - a) / self.beta) * -self.beta
         return torch.cat((b + above, a - above), self.dim)
-
-    def _check(self, shape: tuple[int, ...]) -> None:
-        _half(shape, self.dim)
 
     def extra_repr(self) -> str:
         return f"beta={self.beta:g}, dim={self.dim}"

@@ -64,24 +64,19 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         processes = Processes.connected()
         seed = processes.gather(int(torch.randint(2**31, ()).item()))[0]
-        for number, places, images, labels in self._plain(seed, slice(processes.rank, None, processes.count)):
+        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
+        for positions in order.split(self.size):
+            places = positions[processes.rank :: processes.count].tolist()
+            items = [self._item(place) for place in places]
+            images = torch.stack([image for image, _ in items]) if items else self.none
             if self.most is not None and places:
                 images = _shifted(images, torch.tensor(places), self.most, seed)
             if self.augmentation is not None and places:
                 with _restoring_randomness():
                     images = torch.stack([self._augmented(*item, seed) for item in zip(images, places, strict=True)])
-            yield images, labels
+            yield images, torch.tensor([label for _, label in items], dtype=torch.int64)
             if self.seen is not None:
-                self.seen(number)
-
-    def _plain(self, seed: int, part: slice) -> Iterator[tuple[int, list[int], Tensor, Tensor]]:
-        """For each batch its number of images, and for a part of it the positions, images and labels."""
-        order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
-        for positions in order.split(self.size):
-            places = positions[part].tolist()
-            items = [self._item(place) for place in places]
-            images = torch.stack([image for image, _ in items]) if items else self.none
-            yield len(positions), places, images, torch.tensor([label for _, label in items], dtype=torch.int64)
+                self.seen(len(positions))
 
     def _item(self, place: int) -> tuple[Tensor, int]:
         """An image and its label; 8-bit images are decoded once if the data set fits into memory."""

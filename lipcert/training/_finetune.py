@@ -212,13 +212,13 @@ def _others(model: Model, only: str | None) -> list[nn.Parameter]:
     if only is None:
         return []
     named = {name: parameter for name, parameter in model.net.named_parameters() if parameter.requires_grad}
-    selected: set[str] = set()
+    selected: set[nn.Parameter] = set()
     for pattern in (part.strip() for part in only.split(",")):
-        own = {id(p) for p in getattr(classifier(model), "parameters", list)()} if pattern == "head" else set()
+        own = {*getattr(classifier(model), "parameters", list)()} if pattern == "head" else set()
         matching = {
-            name
+            parameter
             for name, parameter in named.items()
-            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") or id(parameter) in own
+            if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") or parameter in own
         }
         if not matching:
             modules = [*dict.fromkeys(name.rpartition(".")[0] for name in named)]
@@ -228,8 +228,7 @@ def _others(model: Model, only: str | None) -> list[nn.Parameter]:
                 "head is the classifier, whatever its name"
             )
         selected |= matching
-    selected_ids = {id(named[name]) for name in selected}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in selected_ids]
+    return [p for p in model.parameters() if p.requires_grad and p not in selected]
 
 
 @dataclass(frozen=True)
