@@ -388,7 +388,6 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     """How many images have no certificate, by reason; empty unless certification was staged."""
     reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
-    counted = reasons.most_common()
     undecided = f"neither a certificate nor an adversarial example within {eps}"
     words = {
         "first-order limit": f"first-order limit (margin over gradient norm) ≤ {eps}: out of reach of these methods",
@@ -396,14 +395,12 @@ def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
         "bounds too loose": undecided,
     }
 
-    def in_brackets(reason: str) -> str:
-        return f"{undecided} ({reason.replace('skipped:', 'not tried:')})"
-
     wrong = sum(row["certified"] and not row["correct"] for row in run.rows) if run.labelled and reasons else 0
-    return [
-        *([("certified, misclassified", str(wrong))] if wrong else []),
-        *(("not certified", f"{count}: {words.get(reason) or in_brackets(reason)}") for reason, count in counted),
-    ]
+    rows = [("certified, misclassified", str(wrong))] if wrong else []
+    for reason, number in reasons.most_common():
+        text = words.get(reason) or f"{undecided} ({reason.replace('skipped:', 'not tried:')})"
+        rows.append(("not certified", f"{number}: {text}"))
+    return rows
 
 
 def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:

@@ -4,17 +4,17 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from lipcert.errors import UnsupportedOperation
-from lipcert.settings import LOOSE, one_of
+from lipcert.settings import LOOSE, check, option
 
 from ._advice import Status, advise
-from ._options import AsJson, Force, ModelOptions, choice, options_of, out
+from ._options import AsJson, Force, ModelOptions, options_of, out
 from ._output import check_out, default_name
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
@@ -26,28 +26,31 @@ if TYPE_CHECKING:
     from lipcert.surgery import ConversionReport
 
 IMAGES = 64
-_CHOICES = {
-    "attention": ("l2", "keep"),
-    "norm": ("keep", "project", "smooth", "lofast"),
-    "activation": ("keep", "clipped-relu", "maxmin", "clipped-maxmin"),
-}
 
 
-@options_of(source=ModelOptions)
+@dataclass(frozen=True)
+class Choices:
+    """The replacements."""
+
+    attention: str = option("l2: L2 attention, which is globally Lipschitz.", "l2", choices=("l2", "keep"))
+    norm: str = option(
+        "Replace LayerNorm by projections; lofast: of radius 1 before attention, needs retraining.",
+        "keep",
+        choices=("keep", "project", "smooth", "lofast"),
+    )
+    activation: str = option(
+        "Replacement for ReLU.", "keep", choices=("keep", "clipped-relu", "maxmin", "clipped-maxmin")
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@options_of(choices=Choices, source=ModelOptions)
 def convert(
+    choices: Callable[..., Choices],
     source: Callable[..., ModelOptions],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled.")],
-    attention: Annotated[
-        str, typer.Option(help="l2: L2 attention, which is globally Lipschitz.", **choice(_CHOICES["attention"]))
-    ] = "l2",
-    norm: Annotated[
-        str,
-        typer.Option(
-            help="Replace LayerNorm by projections; lofast: of radius 1 before attention, needs retraining.",
-            **choice(_CHOICES["norm"]),
-        ),
-    ] = "keep",
-    activation: Annotated[str, typer.Option(help="Replacement for ReLU.", **choice(_CHOICES["activation"]))] = "keep",
     data: Annotated[
         str | None, typer.Option(help=f"Calibrate on the first {IMAGES} of these images; kinds as for certify --data.")
     ] = None,
@@ -56,9 +59,7 @@ def convert(
     as_json: AsJson = False,
 ) -> None:
     """Replace modules by Lipschitz ones and write an artifact; --data gives images for the weights of the new ones."""
-    choices: dict[str, Any] = {"attention": attention, "norm": norm, "activation": activation}
-    for name, value in choices.items():
-        one_of(name, value, _CHOICES[name])
+    chosen: dict[str, Any] = vars(choices())
     asked = source()
     start(model, *asked.files, data=data)
     from lipcert.inputs.artifact import save
@@ -79,7 +80,7 @@ def convert(
 
     before = _bound(loaded, "bounding the network before")
     with busy("replacing modules"):
-        convert_model(loaded, **choices, images=images, origin=origin)
+        convert_model(loaded, **chosen, images=images, origin=origin)
     after = _bound(loaded, "bounding the network after")
     report = cast("ConversionReport", loaded.conversion)
     with busy(f"writing {path}"):

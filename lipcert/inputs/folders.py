@@ -211,10 +211,13 @@ class ImageFiles:
     def _numbers(self, names: list[str], used: set[str], classes: str | os.PathLike[str] | None) -> dict[str, int]:
         """The number of each class: by a list, by the names that the model knows, as in training, or in order."""
         spec, ids = self.files.spec, imagenet_names(self.count)
+        others = bool(self.known) and self.purpose == "train" and not {*names} & {*self.known}
+        if others and classes is None:
+            self.notes.append(f"the model's classes were {listing(self.known)}: it is trained for others")
         if classes is not None:
             numbers = read_classes(classes, [name for name in names if name in used], self.count)
             self.labels_by = f"names, numbered by {classes}"
-        elif self.known and not (self.purpose == "train" and self._strange(names)):
+        elif self.known and not others:
             numbers = number_by_name([name for name in names if name in used], self.known, spec, "the model's classes")
             self.labels_by = "names of the model's classes"
         elif are_wordnet_ids(names) and {*names} <= {*ids} and len(ids) == self.count:
@@ -223,10 +226,8 @@ class ImageFiles:
         else:
             if self.trained:
                 numbers = number_by_name(names, self.trained, spec, "those of the training images (train)")
-                names, empty = (
-                    self.trained,
-                    [self.trained[i] for i in {*range(len(self.trained))} - {*numbers.values()}],
-                )
+                names, used_numbers = self.trained, {*numbers.values()}
+                empty = [name for number, name in enumerate(names) if number not in used_numbers]
             else:
                 numbers = {name: number for number, name in enumerate(names)}
                 empty = [name for name in names if name not in used]
@@ -236,13 +237,6 @@ class ImageFiles:
         if self.classes is not None:
             self.class_names = {number: printable(name) for number, name in enumerate(names)}
         return numbers
-
-    def _strange(self, names: Sequence[str]) -> bool:
-        """Whether training is for other classes than those that the model knows."""
-        if self.known and not {*names} & {*self.known}:
-            self.notes.append(f"the model's classes were {listing(self.known)}: it is trained for others")
-            return True
-        return False
 
     def _remark(self, names: list[str], empty: list[str]) -> None:
         if names != sorted(names):

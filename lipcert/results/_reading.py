@@ -409,10 +409,7 @@ def sigma_choice_of(path: Path, settings: CertifySettings, weights_hash: str) ->
 
 
 def _pairs(entries: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={_brief(value)}" for key, value in entries.items()]
-
-
-def _brief(value: Any) -> Any:
-    """A long list, such as the names of layers, by its first and last entry and its length."""
-    long = isinstance(value, list) and len(value) > _LISTED
-    return f"{value[0]} … {value[-1]} ({len(value)})" if long else value
+    """The entries; a long list, such as the names of layers, by its first and last entry and its length."""
+    long = {key: value for key, value in entries.items() if isinstance(value, list) and len(value) > _LISTED}
+    brief = {key: f"{value[0]} … {value[-1]} ({len(value)})" for key, value in long.items()}
+    return [f"{key}={brief.get(key, value)}" for key, value in entries.items()]
