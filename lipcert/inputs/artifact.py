@@ -39,13 +39,8 @@ _WIDE = {"float32": torch.float32, "float64": torch.float64}
 _DENOISER = "denoiser."
 
 _FIELDS: dict[str, type] = {
-    "source": dict,
-    "data_config": dict,
-    "mean": list,
-    "std": list,
-    "input_size": list,
-    "recipe": list,
-    "facts": dict,
+    **dict.fromkeys(("source", "data_config", "facts"), dict),
+    **dict.fromkeys(("mean", "std", "input_size", "recipe"), list),
     "weights_hash": str,
 }
 

@@ -44,15 +44,17 @@ class TrainingBound:
         self.image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
         self.certified = self.certify()
         if not 0 < self.certified <= _LARGEST:
+            obstacles = self.analysis.obstacles()[:1]
+            why = "".join(f" ({name} at {path or 'the model'}: {reason})" for name, path, reason in obstacles)
             raise InputError(
-                f"the global bound is {self.certified:.3g}, too large to train on{self._why()}; "
+                f"the global bound is {self.certified:.3g}, too large to train on{why}; "
                 "hold the norms of the layers with max_norm=1, or take the loss 'adversarial'"
             )
         self.step()
 
     def certify(self) -> float:
         """The certified K with the current weights."""
-        self.analysis: Analysis | None = analyze(self.model)
+        self.analysis = analyze(self.model)
         if self.up_to is not None:
             self.certified = float(self._constant(self.analysis))
         else:
@@ -89,8 +91,3 @@ class TrainingBound:
         squares = weight.square().sum(1)
         distances = squares[classes, None] + squares - 2 * weight[classes] @ weight.mT
         return features * distances.clamp_min(1e-12 * squares.max().item()).sqrt() * ~same_class
-
-    def _why(self) -> str:
-        assert self.analysis is not None
-        obstacles = self.analysis.obstacles()
-        return f" ({obstacles[0][0]} at {obstacles[0][1] or 'the model'}: {obstacles[0][2]})" if obstacles else ""

@@ -8,7 +8,7 @@ are those of Lee, Lee and Park, "Lipschitz-certifiable training with a tight out
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -134,17 +134,12 @@ class LocalBound:
         losses: list[Tensor] = []
         moving: list[Tensor] = []
         for place, node in enumerate(nodes[:-1]):
-            if node.op in _SAME:
-                x = _each(x, _reshape(node.shape[1:]), reshapes=True)
-            elif node.op in _FIXED:
-                x = _fixed(x, node)
-            elif node.op in _PIECEWISE:
-                if upper_weight is not None:
-                    losses.append(_sparsity(node, x, upper_weight))
-                x = _activated(x, node)
+            if node.op in _PIECEWISE and upper_weight is not None:
+                losses.append(_sparsity(node, x, upper_weight))
+            linear = node.op in ("linear", "conv2d")
+            x = self._mapped(x, node, nodes[place + 1], place) if linear else _each(x, node)
+            if node.op in _PIECEWISE:
                 moving.append((torch.ones_like(x.nominal) if x.moves is None else x.moves).flatten(1))
-            else:
-                x = self._mapped(x, node, nodes[place + 1], place)
         return x, nodes[-1], losses, moving
 
     def _mapped(self, x: BoxState, node: Node, follower: Node, place: int) -> BoxState:
@@ -285,14 +280,24 @@ def _unit(vector: Tensor) -> Tensor:
     return F.normalize(vector.flatten(1), dim=1).view_as(vector)
 
 
-def _each(x: BoxState, function: Callable[[Tensor], Tensor], *, reshapes: bool = False) -> BoxState:
-    """The value after a map that is monotone and 1-Lipschitz."""
-    moves = function(x.moves) if reshapes and x.moves is not None else x.moves
-    return BoxState(function(x.nominal), function(x.low), function(x.high), x.rho, moves)
+def _each(x: BoxState, node: Node) -> BoxState:
+    """The value after another arrangement, after constants, or after an activation, which is monotone and 1-Lipschitz."""
+    module: Any = node.function
 
+    def after(function: Callable[[Tensor], Tensor], moves: Tensor | None) -> BoxState:
+        return BoxState(function(x.nominal), function(x.low), function(x.high), x.rho, moves)
 
-def _reshape(shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    return lambda value: value.reshape(len(value), *shape)
+    if node.op in _FIXED:
+        return _fixed(x, node)
+    if node.op in _SAME:
+        shape = node.shape[1:]
+        moves = None if x.moves is None else x.moves.reshape(-1, *shape)
+        return after(lambda value: value.reshape(-1, *shape), moves)
+    if node.op == "relu":
+        return after(F.relu, x.moves)
+    if node.op is ClippedReLU:
+        return after(lambda value: _clipped(value, module.threshold), x.moves)
+    return after(module, None if node.op is MaxMin else _moving(node, x.low, x.high))
 
 
 def _fixed(x: BoxState, node: Node) -> BoxState:
@@ -306,17 +311,6 @@ def _fixed(x: BoxState, node: Node) -> BoxState:
         constant = torch.as_tensor(next(a for a in node.args if not isinstance(a, Node)), device=x.nominal.device)
         slope = (constant.abs() if node.op == "mul" else 1 / constant.abs()).max().item()
     return BoxState(nominal, torch.minimum(one, other), torch.maximum(one, other), x.rho * slope, x.moves)
-
-
-def _activated(x: BoxState, node: Node) -> BoxState:
-    """The value after an activation, which is monotone and 1-Lipschitz."""
-    module: Any = node.function
-    if node.op == "relu":
-        return _each(x, F.relu)
-    if node.op is ClippedReLU:
-        return _each(x, lambda value: _clipped(value, module.threshold))
-    moves = None if node.op is MaxMin else _moving(node, x.low, x.high)
-    return replace(_each(x, module), moves=moves)
 
 
 def _clipped(value: Tensor, threshold: Tensor) -> Tensor:
