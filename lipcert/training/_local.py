@@ -281,7 +281,7 @@ def _unit(vector: Tensor) -> Tensor:
 
 
 def _each(x: BoxState, node: Node) -> BoxState:
-    """The value after another arrangement, after constants, or after an activation, which is monotone and 1-Lipschitz."""
+    """The value after another arrangement, a constant, or an activation, which is monotone and 1-Lipschitz."""
     module: Any = node.function
 
     def after(function: Callable[[Tensor], Tensor], moves: Tensor | None) -> BoxState:
