@@ -62,13 +62,15 @@ class Layer:
 def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer], list[Untouched]]:
     """The layers to constrain, in the order of the network, and the other weights, with the reason."""
     layers: dict[str, Layer] = {}
+    owners: dict[int, list[str]] = {}  # the paths at which each parameter is registered, by its id
     for path, module in model.net.named_modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(path)
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             layers[path] = Layer(module)
         elif isinstance(module, L2Attention):
             layers[f"{path}.v".lstrip(".")] = Layer(module, "v_weight")
     _watch(model, layers)
-    owners = _owners(model.net)
     obstacles = {path: _obstacle(path, layer, owners) for path, layer in layers.items()}
     if names is None:
         chosen = {path: layer for path, layer in layers.items() if not obstacles[path]}
@@ -98,15 +100,6 @@ def _watch(model: Model, layers: Mapping[str, Layer]) -> None:
             hook = layer.module.register_forward_pre_hook(lambda _, inputs, layer=layer: note(layer, inputs[0]))
             stack.enter_context(hook)
         model(torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device))
-
-
-def _owners(net: nn.Module) -> dict[int, list[str]]:
-    """The module paths at which each parameter is registered, by its id."""
-    owners: dict[int, list[str]] = {}
-    for path, module in net.named_modules():
-        for parameter in module._parameters.values():
-            owners.setdefault(id(parameter), []).append(path)
-    return owners
 
 
 def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:

@@ -127,7 +127,13 @@ def load(
             raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{hub[1]}")
         if checkpoint is not None:
             raise InputError(f"{name} and {checkpoint} are two files; give a timm name with checkpoint= (--checkpoint)")
-        checkpoint, name = name, _architecture(name)
+        architecture = read_checkpoint(name).name
+        if architecture is None:
+            raise LoadError(
+                f"{name} does not say which architecture its weights belong to; "
+                "give the timm name, and the file with checkpoint= (--checkpoint)"
+            )
+        checkpoint, name = name, architecture
     if checkpoint is not None and is_artifact(checkpoint):
         raise InputError(f"{checkpoint} is a lipcert artifact, which is complete: give it as the model, without a name")
     model = _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features, new_head)
@@ -336,16 +342,6 @@ def _logits(model: Model, label: str) -> Tensor:
         kind = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise InputError(f"{label} gives {kind} for one image, and a classifier gives logits of shape (1, classes)")
     return logits
-
-
-def _architecture(path: str) -> str:
-    name = read_checkpoint(path).name
-    if name is None:
-        raise LoadError(
-            f"{path} does not say which architecture its weights belong to; "
-            "give the timm name, and the file with checkpoint= (--checkpoint)"
-        )
-    return name
 
 
 def _presumed(net: nn.Module) -> dict[str, Any]:

@@ -191,7 +191,8 @@ def load_weights(
     for pattern, problem in _DERIVED:
         if any(re.search(pattern, key) for key in state if key not in tensors):
             raise LoadError(f"{file} {problem}")
-    places = _classifiers(net)
+    heads_at = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
+    places = tuple(f"{place}." for place in ([heads_at] if isinstance(heads_at, str) else heads_at))
     needed = [key for key in tensors if not key.endswith("num_batches_tracked") and not key.startswith(places)]
     prefix = _prefix(state, needed, file)
     found = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
@@ -258,12 +259,6 @@ def load_weights(
                 f"{file}: {key} {what}, and the model has {len(tensors[key])}: it starts at zero", stacklevel=2
             )
     return _normaliser(state, outside, prefix, file)
-
-
-def _classifiers(net: nn.Module) -> tuple[str, ...]:
-    """Where the names of the network's classifiers begin."""
-    named = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
-    return tuple(f"{place}." for place in ([named] if isinstance(named, str) else named))
 
 
 def _fits(found: Mapping[str, str], state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:

@@ -60,7 +60,8 @@ def certified(
     the network, its norms and the settings, and serves only if its bounds are the same. A batch is certified as a whole
     and on one thread, so no radius depends on the number of workers, from 1 on.
     """
-    shared = workers > 1 and left > 1 and left * _slowest(certifier) > _LONG
+    slowest = max(method.seconds for method in certifier.methods.values()) if workers > 1 else 0.0
+    shared = left > 1 and left * slowest > _LONG
     while not shared:
         if (batch := next(batches, None)) is None:
             return
@@ -132,11 +133,6 @@ def _shared(
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-def _slowest(certifier: Certifier) -> float:
-    """An estimate of the seconds for an image by the slowest method."""
-    return max(method.seconds for method in certifier.methods.values())
 
 
 def _timed(certifier: Any, batch: Batch, one_thread: bool) -> Outcome:
