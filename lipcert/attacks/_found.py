@@ -35,13 +35,7 @@ class Adversarial:
         return Adversarial(images, images.new_full((len(images),), math.inf, dtype=torch.float64))
 
     def with_closer(self, where: Tensor, images: Tensor, distance: Tensor) -> Adversarial:
-        """Replaces each example by the candidate if that is closer.
-
-        Args:
-            where: positions of the candidates' images, shape (n,).
-            images: candidates, shape (n, C, H, W).
-            distance: their distances, inf if the prediction does not change, shape (n,).
-        """
+        """Replaces each example by the candidate of its image, at the positions ``where``, if that is closer."""
         closer = distance < self.distance[where]
         place = where[closer]
         return Adversarial(

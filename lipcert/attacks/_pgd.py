@@ -132,12 +132,7 @@ def pgd(
 
 
 def smallest(
-    attack: PGD,
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    found: Adversarial,
-    eps: float,
+    attack: PGD, model: nn.Module, images: Tensor, labels: Tensor, found: Adversarial, eps: float
 ) -> Adversarial:
     """Searches for adversarial examples closer than those found at ε, by single runs at decreasing radii.
 

@@ -52,19 +52,12 @@ _LEAST_CROP = 0.1
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive images.
+    """Consecutive images."""
 
-    Attributes:
-        indices: position of each image in the whole data set.
-        images: shape (N, C, H, W), float32 in [0, 1].
-        labels: shape (N,), int64; None where the data set has none.
-        files: name of each image's file, relative to the data set; None where it has none, () where none has.
-    """
-
-    indices: tuple[int, ...]
-    images: Tensor
-    labels: Tensor | None
-    files: tuple[str | None, ...] = ()
+    indices: tuple[int, ...]  # position of each image in the whole data set
+    images: Tensor  # (N, C, H, W), float32 in [0, 1]
+    labels: Tensor | None  # (N,), int64; None where the data set has none
+    files: tuple[str | None, ...] = ()  # names relative to the data set; None for an image without, () where none has
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -148,19 +148,16 @@ class CertifySettings:
                 f"{setting} is not for method {SMOOTHING}, which certifies the smoothed classifier by sampling"
             )
         if self.sigma != AUTO:
-            object.__setattr__(self, "sigma", self._positive_sigma())
+            try:
+                sigma = float("nan" if self.sigma is None else self.sigma)
+            except ValueError:
+                sigma = math.nan
+            if not POSITIVE.holds(sigma):
+                got = "" if self.sigma is None else f", got {self.sigma}"
+                raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{got}")
+            object.__setattr__(self, "sigma", sigma)
         if self.further_eps:
             object.__setattr__(self, "all_samples", True)
-
-    def _positive_sigma(self) -> float:
-        try:
-            sigma = float("nan" if self.sigma is None else self.sigma)
-        except ValueError:
-            sigma = math.nan
-        if not 0 < sigma < math.inf:
-            suffix = "" if self.sigma is None else f", got {self.sigma}"
-            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{suffix}")
-        return sigma
 
     @property
     def rounded_as(self) -> Dtype:

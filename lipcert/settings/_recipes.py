@@ -34,14 +34,7 @@ RECIPES: dict[str, Recipe] = {
             "temperature": "auto",
             "ramp": (0.0, 1.4, 1 / 3),  # more than ε makes up for the remainders
             # Curvature enters squared: queries, keys and what stands in front of an activation are held lower.
-            "max_norm": {
-                "*": 1.0,
-                "*.norm?": 0.5,
-                "*.fc1": 0.8,
-                "patch_embed*": 1.5,
-                "*.q": 0.3,
-                "*.k": 0.3,
-            },
+            "max_norm": {"*": 1.0, "*.norm?": 0.5, "*.fc1": 0.8, "patch_embed*": 1.5, "*.q": 0.3, "*.k": 0.3},
         },
         {"crop": "shift", "batch_size": 128},
     ),
