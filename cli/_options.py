@@ -107,7 +107,7 @@ def _parameter(one: Field[Any]) -> inspect.Parameter:
     kind: Any = one.metadata["typed"]
     default = one.default if one.metadata["given"] is None else one.metadata["given"]
     name = one.name.replace("_", "-")
-    flag = f"--{name}/--no-{name}" if default is True else f"--{name}"
+    flag = "/".join(f"--{prefix}{name}" for prefix in (("", "no-") if default is True else ("",)))
     about = typer.Option(
         *filter(None, (flag, one.metadata["alias"])),
         help=one.metadata["help"],

@@ -38,7 +38,7 @@ class Range(NamedTuple):
 
 POSITIVE = Range("a positive number", 0, LARGEST)
 INSIDE = Range("above 0 and below 1", 0, 1)
-SHARE = Range("a fraction, from 0 to below 1", 0, 1, True)
+SHARE = Range("a fraction of the run, from 0 to below 1", 0, 1, True)
 WEIGHT = Range(f"a number from 0 to {LARGEST:g}", 0, LARGEST, True)
 COUNT = Range("at least 1", 1, 2**40, True, whole=True)
 
