@@ -36,7 +36,7 @@ RECIPES: dict[str, Recipe] = {
             # Curvature enters squared: queries, keys and what stands in front of an activation are held lower.
             "max_norm": {"*": 1.0, "*.norm?": 0.5, "*.fc1": 0.8, "patch_embed*": 1.5, "*.q": 0.3, "*.k": 0.3},
         },
-        {"crop": "shift", "batch_size": 128},
+        {"crop": "flip", "batch_size": 128},
     ),
     "liresnet": Recipe(
         "a network for GloRo certificates, such as liresnet_l6w64",
