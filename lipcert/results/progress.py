@@ -3,7 +3,7 @@
 The blocks of a data set are the same in every run: consecutive images in the run's order. So an image is always
 computed in the same batch. Rounding depends on the batch; with fixed blocks neither an interruption nor the number of
 processes changes a radius. The first blocks are small, so that the first rows appear early. No block holds more than
-a sixth of the images, so that processes get similar numbers of images.
+a sixth of the images, or half of those that remain, so that processes end at about the same time.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _BLOCKS = 6
 
 
 def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
-    """The batches of images in which a run computes."""
-    largest = min(together, -(-len(order) // _BLOCKS) or 1)
+    """The batches of images in which a run computes: of 1, 4, 16, up to the largest size, and of fewer at the end."""
     blocks: list[Sequence[int]] = []
-    start, size = 0, 1  # sizes are 1, 4, 16, up to the largest; small ones cost about the same
+    start, size, largest = 0, 1, min(together, -(-len(order) // _BLOCKS))
     while start < len(order):
         blocks.append(order[start : start + size])
-        start, size = start + size, min(4 * size, largest)
+        start += size
+        size = min(4 * size, largest, -(-(len(order) - start) // 2))
     return blocks
 
 
