@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +175,7 @@ class _Run:
         for group in self._moments((asked.mini_batches or _MINI_BATCHES) if self.faithful else 1):
             for path in list(group):
                 parts, layer = group.pop(path), self.chosen[path]
-                self.facts[path] = facts = _Facts.of(parts, layer, asked)
+                self.facts[path] = facts = _facts(parts, layer, asked)
                 options: dict[str, Any] = {"error": facts.error, "norm": self.norms[path], **asked.solver_options()}
                 weight = layer.weight.detach().cpu()
                 if self.faithful:
@@ -295,25 +295,21 @@ class _Dealt:
                 yield batch[self.first :: self.count]
 
 
-@dataclass(frozen=True)
-class _Facts:
+class _Facts(NamedTuple):
     """What the report says of the inputs of a layer, and the relative error that it may have."""
 
     rows: int
     width: int
     error: float
 
-    @classmethod
-    def of(cls, parts: Sequence[Moments], layer: Layer, asked: ConstrainSettings) -> _Facts:
-        """With η the error is that of Σ_t ‖W x_t − y_t‖² = T η over T rows."""
-        rows = sum(part.rows for part in parts)
-        if asked.eta is None:
-            error = asked.error
-        else:
-            energy = sum(part.energy(layer.weight.detach().flatten(1)) for part in parts)
-            error = math.sqrt(asked.eta * rows / energy) if energy else asked.error
-        width = layer.module.head_dim if isinstance(layer.module, L2Attention) else parts[0].width
-        return cls(rows, width, error)
+
+def _facts(parts: Sequence[Moments], layer: Layer, asked: ConstrainSettings) -> _Facts:
+    """With η the error is that of Σ_t ‖W x_t − y_t‖² = T η over T rows."""
+    rows, error = sum(part.rows for part in parts), asked.error
+    if asked.eta is not None and (energy := sum(part.energy(layer.weight.detach().flatten(1)) for part in parts)):
+        error = math.sqrt(asked.eta * rows / energy)
+    width = layer.module.head_dim if isinstance(layer.module, L2Attention) else parts[0].width
+    return _Facts(rows, width, error)
 
 
 def _constrain_faithfully(
