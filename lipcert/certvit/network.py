@@ -248,8 +248,13 @@ class _Run:
         """The relative output errors of the layers on held-out images, in the original network."""
         errors: dict[str, float] = {}
         modules = {path: layer.module for path, layer in self.chosen.items()}
-        held = _sums([self.held.count])[0]
-        for group in stream(self.model, self.held, modules, max_bytes=self.asked.max_bytes) if held else ():
+        if not _sums([self.held.count])[0]:
+            return errors
+
+        def count(number: int, passes: int, images: int) -> None:
+            self.report("errors on held-out images", images, self.held.count or None)
+
+        for group in stream(self.model, self.held, modules, max_bytes=self.asked.max_bytes, progress=count):
             for path, moments in group.items():
                 old, change = before[path].flatten(1), (after[path] - before[path]).flatten(1)
                 if outputs := moments.energy(old):
