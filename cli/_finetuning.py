@@ -181,20 +181,16 @@ def run(
             suggestion = Advice(command(*words))
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         what += f", behind {asked.denoiser}" if asked.denoiser else ""
+        on, best_epoch = "training" if validation is None else "training and held-out", []
+        if validation is not None and validation.epoch:
+            best_epoch = [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images")]
         print_facts(
             [
                 ("model", str(source)),
                 ("images", f"{count} of {of.data}" + (f", split {images.split}" if images.split else "")),
                 (f"{what}, before", share(*before)),
-                (
-                    f"{what}, after",
-                    f"{share(*after)}, on {'training' if validation is None else 'training and held-out'} images",
-                ),
-                *(
-                    []
-                    if validation is None or not validation.epoch
-                    else [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images")]
-                ),
+                (f"{what}, after", f"{share(*after)}, on {on} images"),
+                *best_epoch,
                 ("written", str(path)),
                 ("certified", "not yet: run certify"),
                 *suggestion.facts,

@@ -226,10 +226,7 @@ def _patches(module: nn.Conv2d, images: Tensor) -> Tensor:
 
 
 def _one_pass(
-    model: nn.Module,
-    batches: Iterable[Tensor],
-    layers: dict[str, Holder],
-    progress: Callable[[int], object] | None,
+    model: nn.Module, batches: Iterable[Tensor], layers: dict[str, Holder], progress: Callable[[int], object] | None
 ) -> dict[str, Moments]:
     moments = {name: _empty(name, module) for name, module in layers.items()}
     processes = Processes.connected()
