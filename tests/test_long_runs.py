@@ -117,6 +117,16 @@ def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(seconds, monk
     assert indices == [*range(20)]
 
 
+def test_a_worker_with_another_network_serves_nothing():
+    shifted = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    plain = lipcert.load(shifted, mean=(0.0,), std=(1.0,), input_size=(1, 2, 2))
+    before = _parallel._identity(Certifier(plain, 0.1, "anchored"))
+    assert before == _parallel._identity(Certifier(plain, 0.1, "anchored"))
+    with torch.no_grad():
+        shifted[1].bias += 1
+    assert before != _parallel._identity(Certifier(plain, 0.1, "anchored"))
+
+
 def test_an_attack_that_contradicts_a_worker_names_the_image():
     batch = Batch((5, 7), torch.zeros(2, 3, 2, 2), None)
     future = Future()

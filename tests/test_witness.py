@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -77,6 +78,13 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "error": raised,
     "numpy": lambda z, x: z * float(x.numpy().max()) if isinstance(x, Tensor) else z,
     "tolist": lambda z, x: z * max(x.flatten().tolist()) if isinstance(x, Tensor) else z,
+    "numpy, in a branch that no example takes": lambda z, x: (
+        2 * z if isinstance(x, Tensor) and x.numpy().max() > 1e3 else z
+    ),
+    "tolist, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and max(x.flatten().tolist()) > 1e3 else z,
+    "dlpack, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and np.from_dlpack(x).max() > 1e3 else z,
+    "nonzero, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and len((x > 1e3).nonzero()) else z,
+    "a mask, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and x[x > 1e3].numel() else z,
     "text": lambda z, x: z * len(f"{x.flatten()[0]}") if isinstance(x, Tensor) else z,
     "allclose": lambda z, x: z if isinstance(x, Tensor) and torch.allclose(x, x.round()) else 2 * z,
     "equal": lambda z, x: z if isinstance(x, Tensor) and torch.equal(x, x.flip(-1)) else 2 * z,
@@ -91,6 +99,7 @@ STRANGERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "func.grad": lambda z, x: torch.func.grad(lambda t: (t**2).sum())(z),
     "torch.tensor of parts": lambda z, x: torch.tensor([z[0, 0], z[0, 1]]).repeat(3)[None],
     "set_": lambda z, x: torch.zeros_like(z).set_(z),
+    "a NumPy array": lambda z, x: z + np.ones(6, dtype=np.float32),
 }
 NOISES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "rand_like": lambda z, x: z + 1e-9 * torch.rand_like(z),
@@ -126,6 +135,40 @@ def test_values_that_are_read_out_are_refused(name):
 def test_code_that_tells_the_recorder_from_a_tensor_is_refused(name):
     with pytest.raises((UnsupportedCode, InputError)):
         Certifier(loaded(Code(STRANGERS[name])), 0.1)
+
+
+class Masked(nn.Module):
+    """A network with a class whose logit is very low, and with ``step`` on the features of a batch."""
+
+    def __init__(self, step: Callable[[Tensor], Tensor]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.step = nn.Linear(192, 2), step
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.step(self.body(x.flatten(1)))
+        return torch.cat([z, z.new_full((len(z), 1), -1e9)], 1)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [lambda z: z - 0.4 * z.mean(0, keepdim=True), lambda z: 1.01 * z if isinstance(z, Tensor) else z],
+    ids=["batch", "recorder"],
+)
+def test_a_masked_class_hides_no_difference_between_the_others(step):
+    with pytest.raises((UnsupportedCode, InputError)):
+        Certifier(loaded(Masked(step)), 0.1)
+    assert Certifier(loaded(Masked(torch.tanh)), 0.1).bound.finite
+
+
+def test_attention_with_a_scale_that_kernels_treat_differently_is_refused():
+    def attend(z: Tensor, x: Tensor) -> Tensor:
+        h = x.flatten(2)
+        return z + F.scaled_dot_product_attention(h, h, h, is_causal=True, scale=-1.0).sum((1, 2))[:, None]
+
+    with pytest.raises(UnsupportedOperation, match="scale that is not positive"):
+        Certifier(loaded(Code(attend)), 0.1)
 
 
 @pytest.mark.parametrize("name", NOISES)

@@ -7,6 +7,7 @@ For a chain of layers with 1-Lipschitz activations the constants multiply to ∏
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,10 +27,10 @@ from lipcert.graph import (
     Graph,
     Node,
     capture,
-    close,
     examine,
     examples,
     needed,
+    same_logits,
     without_fused_kernels,
 )
 from lipcert.model import Model, alone, unusable
@@ -208,7 +209,9 @@ def check_batch(model: nn.Module, images: Tensor, alone: Tensor) -> None:
     # Logits that overflow for a single image may be finite in a batch, which sums in another order.
     finite = alone.isfinite()
     tolerance = 1e-9 if images.dtype == torch.float64 else 1e-3
-    if together.shape != alone.shape or not close(together.where(finite, 0), alone.where(finite, 0), tolerance):
+    if together.shape != alone.shape or not same_logits(
+        together.where(finite, -math.inf), alone.where(finite, -math.inf), tolerance
+    ):
         raise InputError(problem)
 
 

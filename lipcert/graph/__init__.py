@@ -27,6 +27,7 @@ from lipcert.graph._witness import (
     examine,
     examples,
     first_run,
+    same_logits,
     same_operations,
     without_fused_kernels,
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -225,6 +226,8 @@ class _Recorder:
                 if self.computed is not None and tensor is not widened:
                     self.computed.same(widened, tensor)
         op = canonical(function)
+        if op != "getitem" and any(isinstance(leaf, np.ndarray) for leaf in leaves((args, kwargs))):
+            raise self.refusal("a NumPy array among the operands")
         args, kwargs = placed(function, op, args, kwargs, _tracks)
         name = getattr(function, "__name__", "")
         if name in _TEMPLATES and args and isinstance(args[0], Tensor):

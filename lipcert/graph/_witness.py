@@ -16,6 +16,7 @@ This is for code that does such a thing by accident, not for code that hides it.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -38,6 +40,7 @@ from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, random_st
 # operation, 1024 times those of float64. They may move by MOVED of their largest entry, so rounding moves them by
 # about 2⁻³⁸.
 NOISE, MOVED = 2.0**-43, 2.0**-28
+_GIVING = frozenset(("numpy", "tolist", "__array__", "__dlpack__"))
 # These read only the shape and type of a tensor.
 FORMED_LIKE = frozenset(
     ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "empty_like", "full_like")
@@ -64,7 +67,7 @@ class Derived(Pausable, TorchDispatchMode):
 
     Attributes:
         computes: whether a kernel computed something from it.
-        reads: the kernels that gave numbers of it to Python.
+        reads: the kernels that gave numbers of it to Python, or results of a shape that depends on them.
         stale: whether a kernel read the memory ``earlier``, which is that of another run.
     """
 
@@ -94,7 +97,10 @@ class Derived(Pausable, TorchDispatchMode):
         self.stale |= any(StorageWeakRef(leaf.untyped_storage()) in self.earlier for leaf in dense)
         if not any(leaf in self for leaf in given):
             return outcome
-        if torch.Tag.data_dependent_output in getattr(kernel, "tags", ()):
+        tags = getattr(kernel, "tags", ())
+        shaping = [leaf for leaf in dense if leaf.dtype == torch.bool] if len(dense) > 1 else dense
+        shaped = torch.Tag.dynamic_output_shape in tags and any(leaf in self for leaf in shaping)
+        if torch.Tag.data_dependent_output in tags or shaped:
             self.reads.add(name)
         before = {StorageWeakRef(x.untyped_storage()) for x in given if isinstance(x, Tensor)}
 
@@ -149,6 +155,21 @@ def first_run(module: nn.Module, image: Tensor) -> Any:
     return result
 
 
+class _Reads(TorchFunctionMode):
+    """Notes the functions that give the entries of tensors to other code, of those that ``derived`` marks."""
+
+    def __init__(self, derived: Derived):
+        super().__init__()
+        self.derived = derived
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (name := getattr(function, "__name__", "")) in _GIVING and args[0] in self.derived:
+            self.derived.reads.add(name.strip("_"))
+        return function(*args, **(kwargs or {}))
+
+
 class Examined(NamedTuple):
     """Images, each of shape (1, C, H, W), a network's results, and the kernels that read values out of an image."""
 
@@ -187,16 +208,17 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
         except InputError as error:
             raise UnsupportedCode([(f"code that fails for some images ({error})", "")]) from error
         state = _state(module)
-        if not close(results[0], _run(module, image), 0.0 if image.device.type == "cpu" else tolerance(results[0])):
+        again = _run(module, image)
+        if not same_logits(results[0], again, 0.0 if image.device.type == "cpu" else tolerance(again)):
             problems.append("forward code that gives two results for one image")
         derived = Derived([image])  # code may take another way with the value that records operations
         for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
             try:
-                with mode, derived:
+                with mode, derived, _Reads(derived):
                     result = _run(module, image.clone().requires_grad_() * 1 if gradients else image)
             except InputError:  # it does not run there
                 continue
-            if not close(result.detach(), results[0], tolerance(results[0])):
+            if not same_logits(result.detach(), results[0], tolerance(results[0])):
                 problems.append("forward code that depends on whether gradients are enabled")
     if state != _state(module):
         problems.append("forward code that changes its module")
@@ -230,7 +252,7 @@ def compared(graph: Graph, examined: Examined) -> None:
     """Refuses a module whose results are not those of its graph."""
     examined.refuse_reads()
     for image, result in zip(examined.images, examined.results, strict=True):
-        if not close(_run(graph.replay, image), result, tolerance(result)):
+        if not same_logits(_run(graph.replay, image), result, tolerance(result)):
             raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
 
 
@@ -324,6 +346,24 @@ def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
     finite = two[two.isfinite()].abs()
     scale = finite.max().item() if finite.numel() else 0.0
     return bool((equal | ((one - two).abs() <= tolerance * scale)).all())
+
+
+def same_logits(one: Tensor, two: Tensor, tolerance: float) -> bool:
+    """:func:`close`, where single logits, as those of masked classes, may be much larger than the two that compete.
+
+    Each logit may differ by the ``tolerance`` times 16 times the larger of these two, and by 256 roundings of its own.
+    """
+    if two.dim() != 2 or two.shape[1] < 3 or not len(two) or not two.is_floating_point() or one.shape != two.shape:
+        return close(one, two, tolerance)
+    eps = max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
+    one, two = one.double(), two.double()
+    competing = two.nan_to_num(nan=-math.inf).topk(2, 1).values.abs().amax(1, keepdim=True)
+    finite = two[two.isfinite()]
+    # A number that all logits have in common says nothing of their differences.
+    largest = torch.minimum(finite.abs().max(), 16 * (finite.max() - finite.min())) if len(finite) else 0 * competing
+    allowed = tolerance * torch.minimum(16 * competing, largest) + 256 * eps * (tolerance > 0) * two.abs()
+    equal = (one == two) | (one.isnan() & two.isnan())
+    return bool((equal | ((one - two).abs() <= allowed)).all())
 
 
 def tolerance(result: Tensor) -> float:

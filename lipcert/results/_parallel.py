@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lipcert.errors import BrokenCertificate, InputError
+from lipcert.graph import logits
 from lipcert.inputs.data import Batch
 from lipcert.norms import KNOWN_NORMS
 from lipcert.numerics import Certificates, memory_left, worker_pool
@@ -173,9 +174,15 @@ def _make(given: bytes) -> None:
 
 
 def _identity(certifier: Any = None) -> tuple[Any, ...]:
-    """What two certifiers of one network and with the same settings have in common."""
-    one = _MADE[0] if certifier is None else certifier
+    """What two certifiers of one network and with the same settings have in common, the logits of a grey image too."""
+    one, threads = _MADE[0] if certifier is None else certifier, torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        grey = logits(one.analysis.graph, torch.full((1, *one.model.input_size), 0.5, dtype=torch.float64))
+    finally:
+        torch.set_num_threads(threads)
     return (
+        grey.tolist(),
         one.bound.log10,
         tuple(one.methods),
         tuple(one.skipped),

@@ -11,12 +11,12 @@ recorded. Let c be its value in F, and ĉ in F̂. For an operation w = f(x, y) o
     |ŵ − w| ≤ |f̂(x̂, ŷ) − f(x̂, y)| + |f(x̂, y) − f(x, y)|.
 
 The first term is the operation's rounding error for a constant y with the error E_y: the same rules bound it as in the
-network itself. The second is at most |J|E_x if f(·, y) is linear with matrix J; what f changes by between x and x ± E_x
-if f is a monotone function of each entry; L E_x if f acts entry by entry with the Lipschitz constant L; and otherwise
-in every entry at most L‖E_x‖. Weights and other constants err as they are cast. The float64 values with which all of
-this is computed are themselves results of f̂, in float64; so the rounding errors in float64 are added in the same way,
-and E bounds |ĉ − c*| + |c̃ − c*|, with c* in real arithmetic and c̃ in float64. The captured c may have been computed in
-another order, or partly in float32; |c − c̃| is added.
+network itself. The second is at most |J|E_x if f(·, y) is linear with a matrix J whose absolute values are known; what
+f changes by between x and x ± E_x if f is a monotone function of each entry; L E_x if f acts entry by entry with the
+Lipschitz constant L; and otherwise in every entry at most L‖E_x‖. Weights and other constants err as they are cast.
+The float64 values with which all of this is computed are themselves results of f̂, in float64; so the rounding errors in
+float64 are added in the same way, and E bounds |ĉ − c*| + |c̃ − c*|, with c* in real arithmetic and c̃ in float64. The
+captured c may have been computed in another order, or partly in float32; |c − c̃| is added.
 """
 
 from __future__ import annotations
@@ -291,9 +291,9 @@ class _Bounding:
         if not bool(error.any()):
             return local[0]
         rule = rule_for(node.op)
-        if rule is not None and rule.linear is not None and rule.schur is not None and rule.linear(call):
-            carried, _ = absolute_products(rule.schur, call, 0, {operand: x[None]}, error)
-            carried = carried.abs() * rule.schur.signs
+        schur = None if rule is None or rule.linear is None or not rule.linear(call) else rule.schur
+        if schur is not None and schur.signs == 1:  # otherwise errors may cancel in their product with J
+            carried = absolute_products(schur, call, 0, {operand: x[None]}, error)[0].abs()
         elif node.op in _MONOTONE or (node.op == "pow" and not isinstance(call.args[0], Node)):
             ends = [replayed(call, (x + side)[None])[0] for side in (-error, 0 * error, error)]
             wide = torch.maximum((ends[0] - ends[1]).abs(), (ends[2] - ends[1]).abs())

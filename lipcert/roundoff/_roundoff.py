@@ -95,7 +95,7 @@ class Gains:
                     # In float64 itself the network is the one with these constants as float64 has them.
                     for constant in () if fmt == REAL else constants:
                         held = constant.untyped_storage().data_ptr() in stored
-                        if not held and fmt.computed.error_of(constant) is None:
+                        if not (held or _is_mask(constant)) and fmt.computed.error_of(constant) is None:
                             raise NoAnswer("a constant that the network computes")
                     fmt.computed.asked.clear()
                     operands = [Operand(nominal[u], zero, torch.full_like(zero, math.inf)) for u in node.operands]
@@ -364,6 +364,11 @@ class Evaluated:
             bounds = torch.minimum(bounds, through)
         bounds = at_most(bounds * OWN_ROUNDING)
         return bounds.scatter(1, predicted[:, None], 0.0)
+
+
+def _is_mask(constant: Tensor) -> bool:
+    """Whether all entries are 0, 1 or −∞, as in masks that :func:`explicit_attention` writes out: exact in any type."""
+    return bool(((constant == 0) | (constant == 1) | (constant == -math.inf)).all())
 
 
 def _times(gain: float, error: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from lipcert.bounds import check_weights
 from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, LipcertError, first_line
-from lipcert.graph import ONE_LOGIT, outputs_of
+from lipcert.graph import ONE_LOGIT, outputs_of, same_logits
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model, alone, check_labels
 from lipcert.norms import Rigor
@@ -233,7 +233,7 @@ class Smoothing:
                 # Draws are independent only if the logits of each do not depend on the others.
                 for place in sorted({0, len(images) // 2, len(images) - 1}):
                     one = slice(place, place + 1)
-                    if not _same(logits[one], self._logits(images[one]), _tolerance(self.model, logits)):
+                    if not same_logits(self._logits(images[one]), logits[one], _tolerance(self.model, logits)):
                         raise InputError(_DEPENDS)
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
@@ -305,13 +305,13 @@ def _check_network(model: Model) -> None:
         first, again = model(images), model(images)
         alone = torch.cat([model(image[None]) for image in images])
     drew = random_states() != before
-    scale = _tolerance(model, first)
-    if drew or not _same(first, again, scale):
+    tolerance = _tolerance(model, first)
+    if drew or not same_logits(again, first, tolerance):
         raise InputError(
             "the network draws random numbers in its forward pass, or changes from one pass to the next; smoothing "
             "needs a fixed function, to whose images it adds noise itself"
         )
-    if not _same(first, alone, scale):
+    if not same_logits(alone, first, tolerance):
         raise InputError(_DEPENDS)
 
 
@@ -331,11 +331,6 @@ def _fastest_format(model: Model) -> torch.memory_format:
 
 
 def _tolerance(model: Model, logits: Tensor) -> float:
-    """How far logits may change with the batch; cuDNN may compute in TF32, by kernels that depend on it."""
+    """How much of their size logits may change with the batch; cuDNN may compute in TF32, which depends on it."""
     coarse = logits.is_cuda and torch.backends.cudnn.enabled
-    share = _ROUNDING_HALF if coarse else _ROUNDING.get(model.dtype, _ROUNDING_HALF)
-    return share * float(logits.nan_to_num(0, 0, 0).abs().max())
-
-
-def _same(first: Tensor, second: Tensor, tolerance: float) -> bool:
-    return first.shape == second.shape and torch.allclose(first, second, rtol=0, atol=tolerance, equal_nan=True)
+    return _ROUNDING_HALF if coarse else _ROUNDING.get(model.dtype, _ROUNDING_HALF)
