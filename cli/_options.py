@@ -79,7 +79,7 @@ class Weights:
         group=MODEL,
         alias="--model-kwargs",
     )
-    device: str = option("Device; auto: a GPU if there is one.", "auto", choices=("auto", "cpu", "cuda", "cuda:N"))
+    device: str = option("cpu, cuda or cuda:N; auto: a GPU if there is one.", "auto")
 
     def __post_init__(self) -> None:
         parse_model_args(self.model_args)

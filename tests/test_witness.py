@@ -167,7 +167,7 @@ def test_attention_with_a_scale_that_kernels_treat_differently_is_refused():
         h = x.flatten(2)
         return z + F.scaled_dot_product_attention(h, h, h, is_causal=True, scale=-1.0).sum((1, 2))[:, None]
 
-    with pytest.raises(UnsupportedOperation, match="scale that is not positive"):
+    with pytest.raises(UnsupportedOperation, match="a causal mask and a scale that is not positive"):
         Certifier(loaded(Code(attend)), 0.1)
 
 

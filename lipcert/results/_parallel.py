@@ -178,11 +178,12 @@ def _identity(certifier: Any = None) -> tuple[Any, ...]:
     one, threads = _MADE[0] if certifier is None else certifier, torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        grey = logits(one.analysis.graph, torch.full((1, *one.model.input_size), 0.5, dtype=torch.float64))
+        grey = torch.full((1, *one.model.input_size), 0.5, dtype=torch.float64, device=one.model.device)
+        found = logits(one.analysis.graph, grey)
     finally:
         torch.set_num_threads(threads)
     return (
-        grey.tolist(),
+        found.tolist(),
         one.bound.log10,
         tuple(one.methods),
         tuple(one.skipped),

@@ -276,13 +276,13 @@ def attention(
     """
     if dropout_p:
         raise NoAnswer("dropout, which is random here in evaluation mode too")
-    if scale is not None and not scale > 0:  # −∞ of a causal mask times it is NaN in some kernels
-        raise NoAnswer("a scale that is not positive")
+    if is_causal and scale is not None and not scale > 0:  # −∞ of the mask times it is NaN in some kernels
+        raise NoAnswer("a causal mask and a scale that is not positive")
     q, k, v = (x if isinstance(x, Value) else Value.constant(x) for x in (query, key, value))
     batch = math.prod(call.shape[:-2])
     spread = [Upper(batch // max(1, math.prod(x.shape[:-2]))).sqrt() for x in (q, k, v)]
     n = q.shape[-2]
-    s = scale if scale is not None else Upper(1) / math.nextafter(math.sqrt(q.shape[-1]), 0)
+    s = abs(scale) if scale is not None else Upper(1) / math.nextafter(math.sqrt(q.shape[-1]), 0)
     t_q, t_k, t_v = q.row_norm(-1), k.row_norm(-1), v.row_norm(-1)
     through_scores = t_k * q.lip * spread[0] + (Upper(n) / 2).sqrt() * t_q * k.lip * spread[1]
     lip = Upper(n).sqrt() * v.lip * spread[2] + t_v * s * through_scores
