@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import lipcert
 from lipcert.bounds import kept_whole
 from lipcert.certifier import Certifier
 from lipcert.errors import InputError, UnsupportedCode, UnsupportedOperation
-from lipcert.graph import capture, confirm, examine, same_operations, unchecked
+from lipcert.graph import capture, confirm, examine, same_logits, same_operations, unchecked
 from lipcert.surgery import ClippedReLU, L2Attention, L2SetAttention, LipLinear, MaxMin, SmoothProject
 
 SIZE = (3, 8, 8)
@@ -160,6 +161,23 @@ def test_a_masked_class_hides_no_difference_between_the_others(step):
     with pytest.raises((UnsupportedCode, InputError)):
         Certifier(loaded(Masked(step)), 0.1)
     assert Certifier(loaded(Masked(torch.tanh)), 0.1).bound.finite
+
+
+@pytest.mark.parametrize("low", [-1e9, -math.inf, 0.0])
+def test_logits_are_compared_by_their_range(low):
+    logits = torch.tensor([[1.0, 0.5, low], [0.25, 2.0, low]], dtype=torch.float64)
+    other = logits.clone()
+    other[0, 1] += 1e-3
+    assert same_logits(logits, logits.clone(), 1e-9)
+    assert not same_logits(other, logits, 1e-9)
+    assert not same_logits((other + 1e9)[:, :2], (logits + 1e9)[:, :2], 1e-9)
+
+
+def test_a_finite_logit_is_not_minus_infinity():
+    logits = torch.tensor([[1.0, 0.5, -math.inf]], dtype=torch.float64)
+    assert same_logits(logits, logits.clone(), 1e-9)
+    assert not same_logits(logits.nan_to_num(neginf=3.0), logits, 1e-9)
+    assert not same_logits(logits, logits.nan_to_num(neginf=3.0), 1e-9)
 
 
 def test_attention_with_a_scale_that_kernels_treat_differently_is_refused():

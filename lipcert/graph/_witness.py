@@ -349,19 +349,20 @@ def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
 
 
 def same_logits(one: Tensor, two: Tensor, tolerance: float) -> bool:
-    """:func:`close`, where single logits, as those of masked classes, may be much larger than the two that compete.
+    """:func:`close`, and no difference hides behind the logits of masked classes or behind a number common to all.
 
-    Each logit may differ by the ``tolerance`` times 16 times the larger of these two, and by 256 roundings of its own.
+    Each logit may differ by the ``tolerance`` times 16 times the larger of the two largest logits of its image, or
+    times 16 times the range of all logits if that is smaller, and by 256 roundings of its own.
     """
-    if two.dim() != 2 or two.shape[1] < 3 or not len(two) or not two.is_floating_point() or one.shape != two.shape:
-        return close(one, two, tolerance)
-    eps = max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
-    one, two = one.double(), two.double()
-    competing = two.nan_to_num(nan=-math.inf).topk(2, 1).values.abs().amax(1, keepdim=True)
+    if not close(one, two, tolerance):
+        return False
     finite = two[two.isfinite()]
-    # A number that all logits have in common says nothing of their differences.
-    largest = torch.minimum(finite.abs().max(), 16 * (finite.max() - finite.min())) if len(finite) else 0 * competing
-    allowed = tolerance * torch.minimum(16 * competing, largest) + 256 * eps * (tolerance > 0) * two.abs()
+    if two.dim() != 2 or two.shape[1] < 2 or not len(finite) or not two.is_floating_point():
+        return True
+    eps = max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
+    one, two, spread = one.double(), two.double(), float(finite.max()) - float(finite.min())
+    competing = two.nan_to_num(nan=-math.inf).topk(2, 1).values.abs().amax(1, keepdim=True)
+    allowed = tolerance * 16 * competing.clamp_max(spread) + 256 * eps * two.abs()
     equal = (one == two) | (one.isnan() & two.isnan())
     return bool((equal | ((one - two).abs() <= allowed)).all())
 
