@@ -30,7 +30,8 @@ Outcome = tuple[Certificates, float]
 # Workers are started if the images that remain take this process longer than so many seconds. A batch takes about as
 # long as if it had so many more images.
 _WORTH, _MORE = 15.0, 3
-# They start before the first image if a method may take more seconds for all; estimates are up to five times too high.
+# They start before the first image if a method may take more seconds for all images; estimates are up to five times
+# too high.
 _LONG = 60.0
 # Memory of a worker besides that of its images.
 _OF_A_WORKER = 2**29
@@ -58,8 +59,8 @@ def certified(
     """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
 
     Workers start after the first batches, if what is ``left`` takes long, or before. Each makes the certifier anew from
-    the network, its norms and the settings, and serves only if its bounds are the same. A batch is certified as a whole
-    and on one thread, so no radius depends on the number of workers, from 1 on.
+    the network, its norms and the settings, and serves only if its bounds and the logits of one image are the same. A
+    batch is certified as a whole and on one thread, so no radius depends on the number of workers, from 1 on.
     """
     slowest = max(method.seconds for method in certifier.methods.values()) if workers > 1 else 0.0
     shared = left > 1 and left * slowest > _LONG
