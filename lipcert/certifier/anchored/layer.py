@@ -46,12 +46,21 @@ from torch import Tensor
 from lipcert.bounds import Value, canonical_forms, gamma, global_values, lengths, per_image
 from lipcert.certifier.anchored.gradients import disturbed, tangents
 from lipcert.certifier.anchored.network import Network, an_image
-from lipcert.certifier.anchored.ray import ROUNDED
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, examples, run, segment
 from lipcert.model import Model
 from lipcert.norms import dot_error
-from lipcert.numerics import INFLATE, OWN_ROUNDING, SAFETY, at_most, l2_norm, over, sum_squares, unit_vectors
+from lipcert.numerics import (
+    INFLATE,
+    OWN_ROUNDING,
+    ROUNDED_ANGLE,
+    SAFETY,
+    at_most,
+    l2_norm,
+    over,
+    sum_squares,
+    unit_vectors,
+)
 from lipcert.roundoff import Errors, Evaluated
 
 # κ ‖G‖² ρ² is half of this share of the margin, at the radius ρ at which ‖p‖ ρ is the margin.
@@ -252,7 +261,7 @@ class Fall:
         scale, offset, slope, ahead, pulled, apart, noise, constant, lost = self.terms.T[:, :, None]
         angles = torch.linspace(0, math.pi / 2, _SECTORS + 1, dtype=torch.float64, device=radius.device)
         rho = (scale * radius[:, None] + offset) * INFLATE
-        along, across = rho * (angles[:-1].cos() + ROUNDED), rho * (angles[1:].sin() + ROUNDED)
+        along, across = rho * (angles[:-1].cos() + ROUNDED_ANGLE), rho * (angles[1:].sin() + ROUNDED_ANGLE)
         curved = (along * ahead).square() + 2 * along * across * pulled + (across * apart).square()
         more = rho.clamp_min(1)
         curved = (curved.sqrt() + more * noise).square() + constant + more * lost

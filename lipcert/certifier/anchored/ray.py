@@ -28,10 +28,8 @@ from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.gradients import tangents
 from lipcert.certifier.anchored.walk import Linearization, Seminorm, SeminormKind
 from lipcert.graph import Node
-from lipcert.numerics import INFLATE, UNIT, at_most, computed_l2_norm, l2_norm, unit_vectors
+from lipcert.numerics import INFLATE, ROUNDED_ANGLE, UNIT, at_most, computed_l2_norm, l2_norm, unit_vectors
 
-# More than the rounding errors of angles, sines and cosines.
-ROUNDED = 1e-12
 _ONE = torch.ones((), dtype=torch.float64)
 # The angles between the sectors. They are closest where the margin is usually lost.
 _ANGLES = (
@@ -144,4 +142,4 @@ def sector(ray: Ray, eps: Tensor, number: Tensor) -> Sector:
     """One of the sectors that cover the ball of radius ε, for each image: the one with this number, shape (N,)."""
     high = torch.tensor(_ANGLES[1:], dtype=torch.float64, device=eps.device)
     cos, sin = most_along(eps.device)[number], high.sin()[number]
-    return Sector(ray, eps * INFLATE * (cos + ROUNDED), eps * INFLATE * (sin + ROUNDED))
+    return Sector(ray, eps * INFLATE * (cos + ROUNDED_ANGLE), eps * INFLATE * (sin + ROUNDED_ANGLE))
