@@ -86,6 +86,12 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dlpack, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and np.from_dlpack(x).max() > 1e3 else z,
     "nonzero, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and len((x > 1e3).nonzero()) else z,
     "a mask, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and x[x > 1e3].numel() else z,
+    "bincount with weights, likewise": lambda z, x: (
+        2 * z
+        if isinstance(x, Tensor) and len(torch.bincount((x > 1e3).long().flatten(), x.new_ones(x.numel()))) > 1
+        else z
+    ),
+    "a mask of bytes, likewise": lambda z, x: 2 * z if isinstance(x, Tensor) and len(x[(x > 1e3).byte()]) else z,
     "text": lambda z, x: z * len(f"{x.flatten()[0]}") if isinstance(x, Tensor) else z,
     "allclose": lambda z, x: z if isinstance(x, Tensor) and torch.allclose(x, x.round()) else 2 * z,
     "equal": lambda z, x: z if isinstance(x, Tensor) and torch.equal(x, x.flip(-1)) else 2 * z,

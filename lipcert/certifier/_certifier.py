@@ -31,7 +31,6 @@ from lipcert.errors import (
 from lipcert.graph import (
     ONE_LOGIT,
     Graph,
-    capture,
     confirm,
     examine,
     logits,
@@ -442,8 +441,8 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
     twin = model if dtype == model.dtype else copy.deepcopy(model).to(dtype)
     examined = examine(twin, image.to(dtype))
     images, results = map(torch.cat, examined[:2])
-    own, graph = unchecked(twin, image.to(dtype), lambda part: False), capture(copied, image.double())
-    same_operations(own, graph, "in another floating-point type")
+    own, real = (unchecked(net, image.to(net.dtype), lambda part: False) for net in (twin, copied))
+    same_operations(own, real, "in another floating-point type")
     examined.refuse_reads()
     if rounding is None:
         return

@@ -493,8 +493,11 @@ def capture(
 def unchecked(
     module: nn.Module, images: Tensor, whole: Callable[[nn.Module], bool], *, constants: bool = False
 ) -> Graph:
-    """Captures as :func:`capture`, casts included, without any check: for types and shapes, never for bounds."""
-    recorder = _Recorder(module, images, whole, False, constants)
+    """Captures as :func:`capture` without any check: for types and shapes, never for bounds.
+
+    Casts are included, except of a module that computes in real arithmetic.
+    """
+    recorder = _Recorder(module, images, whole, getattr(module, "real", False) is True, constants)
     with torch.no_grad():
         return recorder.graph(recorder.run(module, images.clone()))
 

@@ -98,7 +98,8 @@ class Derived(Pausable, TorchDispatchMode):
         if not any(leaf in self for leaf in given):
             return outcome
         tags = getattr(kernel, "tags", ())
-        shaping = [leaf for leaf in dense if leaf.dtype == torch.bool] if len(dense) > 1 else dense
+        masks = [leaf for leaf in dense if leaf.dtype in (torch.bool, torch.uint8)]
+        shaping = masks if name in ("index", "masked_select") else dense
         shaped = torch.Tag.dynamic_output_shape in tags and any(leaf in self for leaf in shaping)
         if torch.Tag.data_dependent_output in tags or shaped:
             self.reads.add(name)
