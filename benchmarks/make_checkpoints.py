@@ -37,7 +37,7 @@ from typing import Any
 
 import lipcert
 from benchmarks import certified_accuracy
-from lipcert.inputs.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints
+from lipcert.inputs.checkpoints import ASSETS, TABLE, Checkpoint, checkpoints, path_of
 from lipcert.norms import Rigor
 from lipcert.report import read_runs
 
@@ -101,6 +101,17 @@ def main() -> None:
         test = args.data / "test.tar"
         command, shown = ["certify", args.name, "--data", str(test)], () if attacked < ALL else ("--limit", on_card)
         data = f"CIFAR-10, all {ALL:,} test images, lightly compressed JPEG files"
+    row = {
+        "name": args.name,
+        "architecture": model.source["name"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "eps": EPS,
+        "data": data,
+        "command": " ".join(["lipcert", *command, "--eps", EPS, *method]).replace(f"{args.data}/", "cifar10/"),
+        **kind,
+    }
+    if path_of(args.name) is None:  # commands know it by its name
+        put({**row, **dict.fromkeys(("images", "clean", "certified", "attacked", "attacked_images", "seconds"), 0)})
     rows, card = (args.work / f"{args.name}{end}" for end in (".jsonl", ".md"))
     several = EPS if args.name == "digits-vit" else certified_accuracy.CURVE
     run(*command, "--eps", several, *method, *shown, "--out", str(rows))  # the later --limit counts
@@ -118,19 +129,14 @@ def main() -> None:
         certified_accuracy.keep(args.name, whole, curve=True)
         if attacked < ALL:
             measured |= {key: whole[key] for key in ("images", "clean")} | {"certified": whole["certified"][EPS]}
-    row = {
-        "name": args.name,
-        "architecture": model.source["name"],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "eps": EPS,
-        "data": data,
-        "command": " ".join(["lipcert", *command, "--eps", EPS, *method]).replace(f"{args.data}/", "cifar10/"),
-        **measured,
-        **kind,
-    }
-    table = [*(one for one in checkpoints() if one.name != args.name), Checkpoint(**row)]
+    put({**row, **measured})
+    print(json.dumps({**row, **measured}, indent=1))
+
+
+def put(row: dict[str, Any]) -> None:
+    """Writes the table with this row."""
+    table = [*(one for one in checkpoints() if one.name != row["name"]), Checkpoint(**{"rigor": "", **row})]
     TABLE.write_text(json.dumps([asdict(one) for one in sorted(table, key=lambda one: one.name)], indent=1) + "\n")
-    print(json.dumps(row, indent=1))
 
 
 def digits(path: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The settings of certification, without torch. Command, library call, run identity and summary use this module.
 
-To add an option to ``certify``, add a field to :class:`CertifySettings` and use ``settings.NAME`` in the certifier. A
-field with a help text becomes an option of the command. Every field is an argument of :func:`lipcert.certify`, an entry
-of the summary, and part of the identity that all rows of a file share.
+To add an option to ``certify``, add a field to :class:`CertifySettings` and its type to :class:`CertifyOptions`, and
+use ``settings.NAME`` in the certifier. A field with a help text becomes an option of the command. Every field is an
+argument of :func:`lipcert.certify`, an entry of the summary, and part of the identity that all rows of a file share.
 """
 
 from __future__ import annotations
