@@ -568,17 +568,18 @@ def test_recipes_by_the_network(loader) -> None:
         lipcert.finetune(vit(), loader, recipe="vitt")
 
 
-def test_the_temperature_auto_follows_the_margins(loader) -> None:
+def test_the_temperature_auto_is_relative_to_margins_within_the_norms(loader) -> None:
     model = vit()
-    run = _finetune._Run(model, loader, Processes(0, 1), FinetuneSettings(loss="ce", temperature="auto"))
-    logits = torch.tensor([[0.0, 1.0, 4.0], [0.0, 2.0, 1.0], [9.0, 4.0, 0.0]])
-    run._measure(logits)
+    settings = FinetuneSettings(loss="ce", temperature="auto", max_norm=0.5)
+    run = _finetune._Run(model, loader, Processes(0, 1), settings)
+    images, labels = loader[0]
     run.done = 0.0
-    assert run.temperature == pytest.approx(8 * 3.0)
+    run._backward(images, labels, 0.1, 1.0)
+    best = model(images).topk(2, 1).values
+    median = (best[:, 0] - best[:, 1]).median().item()
+    assert run.temperature == pytest.approx(2 * median)
     run.done = 0.8
-    assert run.temperature == pytest.approx(2 * 3.0)
-    run._measure(2 * logits)
-    assert run.temperature == pytest.approx(2 * (0.99 * 3.0 + 0.01 * 6.0))
+    assert run.temperature == pytest.approx(0.2 * median)
 
 
 def test_a_head_alone_is_fitted_to_features_of_noisy_images(digits, loader) -> None:

@@ -60,7 +60,8 @@ class FinetuneSettings:
     The constructor checks them. Checkpoints and the model's recipe record all of them.
 
     Models with small norms have small margins and need a small temperature, 0.1 to 0.25. Of two numbers the temperature
-    changes from the first to the last during 80 % of the run; ``"auto"`` is 8, at last 2 times the median margin.
+    changes from the first to the last during 80 % of the run; ``"auto"`` is 2, at last 0.2 times the median margin of
+    the first batch.
     ``upper_weight`` is λ_θ, ``vectors`` is about :class:`lipcert.training.LocalBound`, ``max_norm`` about
     :class:`lipcert.training.NormHold`, the optimizer ``"muon"`` about :class:`lipcert.training.Muon`. The schedule
     ``"multistep"`` divides the learning rate by 5 at 0.5, 0.6, 0.7 and 0.8 of the run. ``only="*.attn.*"`` with the

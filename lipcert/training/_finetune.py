@@ -45,8 +45,7 @@ _WEIGHT_DECAY = 1e-4
 _CLIP = 3.0
 _DIVERGED = 1e6  # no weight of a network that learns is as large
 _COOLING = 0.8  # the fraction of a run during which the temperature changes
-_TIMES_MARGIN = (8.0, 2.0)  # the temperature auto over the median margin, at first and at last
-_MEMORY = 0.99  # decay of the moving average of median margins
+_TIMES_MARGIN = (2.0, 0.2)  # the temperature auto over the median margin before training, at first and at last
 _PAUSE = 120.0  # seconds between checkpoints within an epoch
 
 
@@ -261,7 +260,7 @@ class _Run:
         self.processes = processes
         self.asked = asked
         self.teacher = teacher
-        self.margin: float | None = None  # the moving average of median margins, for the temperature auto
+        self.margin: float | None = None  # the median margin of the first batch, for the temperature auto
         self.smoothed = denoised(model, asked)
         self.sums, self.start = _Sums(0.0, 0, 0, 0), torch.get_rng_state()
         self.last: Epoch | None = None
@@ -361,11 +360,13 @@ class _Run:
             first, last = asked if isinstance(asked, (tuple, list)) else (asked, asked)
         return first * (last / first) ** min(self.done / _COOLING, 1.0)
 
-    def _measure(self, logits: Tensor) -> None:
-        """Adds the median margin of a batch to the moving average."""
-        best = logits.detach().topk(2, 1).values
-        median = max((best[:, 0] - best[:, 1]).median().item(), 1e-30)
-        self.margin = median if self.margin is None else _MEMORY * self.margin + (1 - _MEMORY) * median
+    @torch.no_grad()
+    def _median_margin(self, images: Tensor) -> float:
+        """The median margin of a batch, within the limits on norms."""
+        if self.hold is not None:
+            self.hold()
+        best = self.logits(images).topk(2, 1).values
+        return max((best[:, 0] - best[:, 1]).median().item(), 1e-30)
 
     def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Sums | None:
         """Computes the gradient for the next update; None if no process has another batch."""
@@ -390,13 +391,9 @@ class _Run:
     def _backward(self, images: Tensor, labels: Tensor, eps: float, share: float) -> _Sums:
         if not len(labels):
             return _Sums(0.0, 0, 0)
-        auto = isinstance(self.asked.temperature, str)
-        if auto and self.margin is None:
-            with torch.no_grad():
-                self._measure(self.logits(images))
+        if self.margin is None and isinstance(self.asked.temperature, str):
+            self.margin = self._median_margin(images)
         loss, logits = BY_NAME[self.asked.loss](self, images, labels, eps)
-        if auto:
-            self._measure(logits)
         if self.teacher is not None:
             student = logits if logits.requires_grad else self.logits(images)
             soft = teacher_loss(student / self.temperature, self._taught(images))
