@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
@@ -26,7 +27,17 @@ from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
 from lipcert.report import facts, other_order
-from lipcert.results import Run, certifier_for, free_file, interval, shard_path, sigma_choice_of, summary, summary_path
+from lipcert.results import (
+    Run,
+    certifier_for,
+    free_file,
+    interval,
+    shard_path,
+    sigma_choice_of,
+    summary,
+    summary_path,
+    workers_ahead,
+)
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
@@ -161,8 +172,9 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
         path = out
         if len(plan.settings) > 1:
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
-        with as_assumed(loaded.device, settings.rounded_as):
-            outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes)
+        ahead = workers_ahead(settings, loaded.device, len(images), plan.workers)
+        with as_assumed(loaded.device, settings.rounded_as), ahead as workers:
+            outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes, workers)
         if len(plan.settings) > 1:
             outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
         words = model_options(name, plan.source, plan.denoiser)
@@ -232,6 +244,7 @@ def _certify_with(
     label: str,
     out: Path | str,
     processes: Processes,
+    ahead: Sequence[ProcessPoolExecutor],
 ) -> _Outcome:
     """Certifies the images; ``out`` is the file for rows, or the start of the names of files to choose one from."""
     if settings.method == STAGED and settings.at is None:
@@ -274,7 +287,7 @@ def _certify_with(
         certifier.watch = lambda method, within: update(done, total, f"certifying: {method}")
         if file is None:
             started(0)
-            tally = certify_in_memory(certifier, images, counted, plan.workers, plan.until)
+            tally = certify_in_memory(certifier, images, counted, plan.workers, plan.until, ahead)
         else:
             tally = certify_to_file(
                 certifier,
@@ -288,6 +301,7 @@ def _certify_with(
                 progress=counted,
                 workers=plan.workers,
                 deadline=plan.until,
+                ahead=ahead,
             )
     undecided = 0 if isinstance(certifier, Certifier) else sum(map(certifier.undecided, tally.rows))
     if plan.until < math.inf and plan.parts == 1 and (undecided or len(tally) < len(images)):

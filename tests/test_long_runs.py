@@ -105,6 +105,7 @@ def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(seconds, monk
     monkeypatch.setattr(_parallel, "worker_pool", lambda count, *_: ThreadPoolExecutor(count))
     monkeypatch.setattr(_parallel, "_WORTH", 0.02 * 30 / 4)
     monkeypatch.setattr(_parallel, "_identity", lambda *_: ())
+    monkeypatch.setattr(_parallel, "_make", lambda given: ())
     monkeypatch.setattr(_parallel, "_timed", lambda *_: certified("here"))
     monkeypatch.setattr(_parallel, "_certify", lambda given: pickle.dumps(certified("there")))
     certifier = SimpleNamespace(model=None, settings=None, methods={"anchored": SimpleNamespace(seconds=seconds)})

@@ -20,22 +20,17 @@ _STARTING = threading.Lock()
 
 
 @contextlib.contextmanager
-def worker_pool(
-    count: int, make: Callable[[bytes], None] | None = None, given: bytes = b""
-) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that share the cores, until the ``with`` block ends: tasks that are not finished then are dropped.
 
     Workers do not import the main module, so a script needs no ``if __name__ == "__main__"``, and what they are given
-    must not be defined in it. They read it before they import torch, so this process does not wait for that import. If
-    a worker dies, its future and those after it raise ``BrokenProcessPool``.
+    must not be defined in it. If a worker dies, its future and those after it raise ``BrokenProcessPool``.
 
     Args:
         count: number of processes, at least 1.
-        make: called with ``given`` once in every worker, before its first task.
-        given: its argument.
     """
     threads = max(1, (os.cpu_count() or 1) // count)
-    context, preparation = _Context(), pickle.dumps(_Call(_prepare, threads, make, given))
+    context, preparation = _Context(), pickle.dumps(_Call(_prepare, threads))
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=pickle.loads, initargs=(preparation,))
     try:
         yield pool
@@ -82,9 +77,7 @@ class _Context(multiprocessing.context.SpawnContext):
         return self.processes[-1]
 
 
-def _prepare(threads: int, make: Callable[[bytes], None] | None, given: bytes) -> None:
+def _prepare(threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
     torch.set_num_threads(threads)
     keep_freed()
-    if make is not None:
-        make(given)

@@ -6,9 +6,10 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from lipcert.graph import logits
 from lipcert.inputs.data import Batch
 from lipcert.norms import KNOWN_NORMS
 from lipcert.numerics import Certificates, memory_left, worker_pool
+from lipcert.settings import DETERMINISTIC, SMOOTHING, CertifySettings
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier, Method
@@ -35,6 +37,8 @@ _WORTH, _MORE = 15.0, 3
 _LONG = 60.0
 # Memory of a worker besides that of its images.
 _OF_A_WORKER = 2**29
+# Workers start while the certifier is made if there are so many images.
+_MANY = 20
 
 
 def workers_for(certifier: Certifier | Smoothing, asked: int | None) -> int:
@@ -42,25 +46,52 @@ def workers_for(certifier: Certifier | Smoothing, asked: int | None) -> int:
 
     By default there is one for each core where Python takes longer than the arithmetic, as with ``anchored`` on a CPU.
     """
-    if asked == 0 or not getattr(certifier, "costly", False) or certifier.model.device.type != "cpu":
+    if not getattr(certifier, "costly", False):
         return 0
-    if asked is not None:
-        return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     methods: Mapping[str, Method] = getattr(certifier, "methods", {})
-    need = certifier.together * max(method.memory for method in methods.values()) + _OF_A_WORKER
-    count = min(cores, int(memory_left(certifier.model.device) / 2 / need))
+    need = certifier.together * max(method.memory for method in methods.values())
+    return _processes(asked, certifier.model.device, need)
+
+
+def _processes(asked: int | None, device: torch.device, need: float = 0.0) -> int:
+    """As many as asked for; by default one for each core, as far as there is memory for what each of them needs."""
+    if asked is not None or device.type != "cpu":
+        return asked if asked and device.type == "cpu" else 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores, int(memory_left(device) / 2 / (need + _OF_A_WORKER)))
     return count if count > 1 else 0
 
 
+@contextmanager
+def workers_ahead(
+    settings: CertifySettings, device: torch.device, images: int, asked: int | None
+) -> Iterator[list[ProcessPoolExecutor]]:
+    """Workers that import torch while the certifier is made, where it may need them: with many images."""
+    quick = settings.method == SMOOTHING or settings.method in DETERMINISTIC
+    count = 0 if quick or images < _MANY else _processes(asked, device) - 1
+    with _started(count) as pools:
+        yield pools
+
+
+@contextmanager
+def _started(count: int) -> Iterator[list[ProcessPoolExecutor]]:
+    """Workers with a pool each, so that a task can be given to a certain one."""
+    with ExitStack() as stack:
+        pools = [stack.enter_context(worker_pool(1)) for _ in range(count)]
+        for pool in pools:
+            pool.submit(_import)
+        yield pools
+
+
 def certified(
-    certifier: Any, batches: Iterator[Batch], workers: int, left: int
+    certifier: Any, batches: Iterator[Batch], workers: int, left: int, ahead: Sequence[ProcessPoolExecutor] = ()
 ) -> Iterator[tuple[Batch, Certificates, float]]:
     """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
 
-    Workers start after the first batches, if what is ``left`` takes long, or before. Each makes the certifier anew from
-    the network, its norms and the settings, and serves only if its bounds and the logits of one image are the same. A
-    batch is certified as a whole and on one thread, so no radius depends on the number of workers, from 1 on.
+    Workers are used after the first batches, if what is ``left`` takes long, or before; those that started ``ahead``
+    first. Each makes the certifier anew from the network, its norms and the settings, and serves only if its bounds and
+    the logits of one image are the same. A batch is certified as a whole and on one thread, so no radius depends on the
+    number of workers, from 1 on.
     """
     slowest = max(method.seconds for method in certifier.methods.values()) if workers > 1 else 0.0
     shared = left > 1 and left * slowest > _LONG
@@ -78,14 +109,14 @@ def certified(
             yield batch, *_timed(certifier, batch, True)
         return
     try:
-        with worker_pool(workers - 1, _make, given) as pool:
-            yield from _shared(certifier, batches, pool, workers - 1)
+        with _started(workers - 1 - len(ahead)) as more:
+            yield from _shared(certifier, batches, [*ahead, *more][: workers - 1], given)
     except BrokenProcessPool as error:
         raise InputError("a worker ended early; it may have run out of memory: use fewer --workers, or 0") from error
 
 
 def _shared(
-    certifier: Any, batches: Iterator[Batch], pool: ProcessPoolExecutor, workers: int
+    certifier: Any, batches: Iterator[Batch], pools: Sequence[ProcessPoolExecutor], given: bytes
 ) -> Iterator[tuple[Batch, Certificates, float]]:
     """Whoever is free, this process or a worker, takes the next batch."""
     identity, lock = _identity(certifier), Lock()
@@ -104,11 +135,11 @@ def _shared(
             return None if batch is None else (batch, outcome)
 
     # A thread of the pool calls these three; it would lose an error.
-    def ready(task: Future[Any]) -> None:
+    def ready(pool: ProcessPoolExecutor, task: Future[Any]) -> None:
         if not task.cancelled() and task.exception() is None and task.result() == identity:
-            serve()
+            serve(pool)
 
-    def serve() -> None:
+    def serve(pool: ProcessPoolExecutor) -> None:
         if (entry := begun()) is None:
             return
         try:
@@ -116,18 +147,18 @@ def _shared(
         except Exception as error:
             entry[1].set_exception(error)
         else:
-            task.add_done_callback(partial(served, *entry))
+            task.add_done_callback(partial(served, pool, *entry))
 
-    def served(batch: Batch, outcome: Future[Any], task: Future[bytes]) -> None:
+    def served(pool: ProcessPoolExecutor, batch: Batch, outcome: Future[Any], task: Future[bytes]) -> None:
         try:
             outcome.set_result((batch, *_received(task, batch)))
         except Exception as error:
             outcome.set_exception(error)
         else:
-            serve()
+            serve(pool)
 
-    for _ in range(workers):
-        pool.submit(_identity).add_done_callback(ready)
+    for pool in pools:
+        pool.submit(_make, given).add_done_callback(partial(ready, pool))
     while (entry := begun()) is not None:
         batch, outcome = entry
         outcome.set_result((batch, *_timed(certifier, batch, True)))
@@ -165,13 +196,18 @@ def _named(error: BrokenCertificate, batch: Batch) -> BrokenCertificate:
 _MADE: list[Any] = []
 
 
-def _make(given: bytes) -> None:
+def _import() -> None:
+    import lipcert.certifier  # noqa: F401
+
+
+def _make(given: bytes) -> tuple[Any, ...]:
     from lipcert.certifier import Certifier
 
     model, settings, norms = pickle.loads(given)
     KNOWN_NORMS.update(norms)
     torch.set_num_threads(1)
     _MADE[:] = [Certifier(model, settings)]
+    return _identity()
 
 
 def _identity(certifier: Any = None) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,9 @@ class Remaining:
         parts: int = 1,
         workers: int | None = 0,
         deadline: float = math.inf,
+        ahead: Sequence[ProcessPoolExecutor] = (),
     ):
-        self.deadline = deadline
+        self.deadline, self.ahead = deadline, ahead
         self.pace: float | None = None  # seconds for an image
         self.stopped = False
         self.workers = workers_for(certifier, workers)
@@ -71,7 +73,8 @@ class Remaining:
 
     def __iter__(self) -> Generator[dict[str, Any], None, None]:
         """Certifies block after block and yields the rows of images that had none."""
-        for batch, certificates, seconds in certified(self.certifier, self._blocks(), self.workers, self.length):
+        found = certified(self.certifier, self._blocks(), self.workers, self.length, self.ahead)
+        for batch, certificates, seconds in found:
             self.pace = seconds / len(batch)
             for row in rows(batch, certificates, seconds):
                 if row["index"] not in self.done:
@@ -94,11 +97,13 @@ def certify_in_memory(
     progress: Progress | None = None,
     workers: int | None = 0,
     deadline: float = math.inf,
+    ahead: Sequence[ProcessPoolExecutor] = (),
 ) -> Tally:
     """Certifies all images and returns only the counts and rows in memory."""
     tally = Tally()
     try:
-        _collect(Remaining(certifier, images, workers=workers, deadline=deadline), tally.add, progress)
+        run = Remaining(certifier, images, workers=workers, deadline=deadline, ahead=ahead)
+        _collect(run, tally.add, progress)
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept with --no-out") from error
     return tally
@@ -117,6 +122,7 @@ def certify_to_file(
     progress: Progress | None = None,
     workers: int | None = 0,
     deadline: float = math.inf,
+    ahead: Sequence[ProcessPoolExecutor] = (),
 ) -> Tally:
     """Certifies the images that have no row yet, in this file or in a shard's file, and writes their rows.
 
@@ -149,7 +155,7 @@ def certify_to_file(
             started(len(done))
         before = len(file.tally)
         try:
-            remaining = Remaining(certifier, images, done, part, parts, workers, deadline)
+            remaining = Remaining(certifier, images, done, part, parts, workers, deadline, ahead)
             _collect(remaining, file.append, progress)
             file.unfinished |= remaining.stopped
         except KeyboardInterrupt as error:
