@@ -42,10 +42,10 @@ def options(
     ] = False,
 ) -> None:
     """Certify timm image classifiers against l2 perturbations, and change them for larger certified radii."""
-    _print.imported[:] = modules or []
+    _print.imported[:] = (name.removesuffix(".py") for name in modules or ())
     if modules:
         sys.path.append(os.getcwd())
-    for name in modules or ():
+    for name in _print.imported:
         try:
             importlib.import_module(name)
         except Exception as error:  # the user's code may raise anything

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lipcert.settings import LOOSE
 
-from ._print import command
+from ._print import command, typed
 
 # The decimal logarithm of a global bound up to which certificates are worth a try. From LOOSE on training for margins
 # makes no progress either, because its loss is a multiple of the bound.
@@ -17,6 +17,7 @@ _COLOURS = 3
 # Images that smoothing is advised for: the first of these numbers whose draws, so many of an image on average, take at
 # most so many seconds. Half as much again is for the choice of sigma.
 _LIMITS, _DRAWS, _SECONDS = (100, 50, 20, 10), 150, 400.0
+TEN_MINUTES = ("--time-budget", "10m")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def advise(status: Status) -> Advice:
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:
-            return Advice("the same without --no-out", "lipcert report and lipcert verify read its rows")
+            return Advice(typed("--out", "rows.jsonl"), "lipcert report and lipcert verify read its rows")
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if loose:
@@ -70,7 +71,7 @@ def advise(status: Status) -> Advice:
         minutes = min(10, max(1, math.ceil(1.5 * limit * each / 60)))
         reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about "
         reason += f"{minutes} minute{'s' * (minutes > 1)} here; run again, it continues"
-        sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", str(limit), "--time-budget", "10m"]
+        sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", str(limit), *TEN_MINUTES]
         head = command("finetune", *status.model, *train, "--recipe", "noise", "--only", "head", *front)
         new = ["liresnet_l6w64", "--no-pretrained", "--model-args", "num_classes=N", *train, "--recipe", "liresnet"]
         others = (
@@ -84,4 +85,5 @@ def advise(status: Status) -> Advice:
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
         return Advice(command("finetune", *status.model, *train), "certificates need margins for which it trains")
     bundled = list(status.model) == ["bundled"] and status.data is None
-    return Advice(command("certify", *status.model, *([] if bundled else data), "--eps", status.eps))
+    what = [] if bundled else [*data, *TEN_MINUTES]
+    return Advice(command("certify", *status.model, "--eps", status.eps, *what))

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -40,7 +40,7 @@ from lipcert.results import (
 )
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
-from lipcert.settings import AUTO, SMOOTHING, STAGED, CertifySettings
+from lipcert.settings import AUTO, LOOSE, SMOOTHING, STAGED, CertifySettings
 from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
@@ -109,10 +109,8 @@ class _Outcome:
     name: str
     run: Run
     path: Path | None
-    log10_bound: float | None
-    words: Sequence[str] = ()
-    channels: int = 3
-    draw: Callable[[str | None], float] = lambda denoiser: 0.0
+    status: Status
+    undecided: int = 0
 
     @property
     def certified(self) -> float:
@@ -164,6 +162,16 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
         raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
     stem = "digits-vit" if label.startswith("digits-vit, ") else default_name(str(resolve(name))).name
     stem = f"{stem.removesuffix('.lipcert.safetensors')}.certified"
+    words = model_options(name, plan.source, plan.denoiser)
+    status = Status(
+        words,
+        loaded.input_size[0],
+        plan.settings[0].eps_typed,
+        data=plan.data,
+        lists=words_of(plan.lists),
+        denoised="--denoiser" in words,
+        draw=partial(seconds_a_draw, loaded),
+    )
     outcomes = []
     for asked in plan.settings:
         earlier = [out] if out else sorted(Path().glob(f"{stem}*.jsonl")) if plan.keep else []
@@ -174,13 +182,12 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
         ahead = workers_ahead(settings, loaded.device, len(images), plan.workers)
         with as_assumed(loaded.device, settings.rounded_as), ahead as workers:
-            outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes, workers)
+            outcome = _certify_with(
+                settings, choice, plan, loaded, images, label, path or stem, processes, workers, status
+            )
         if len(plan.settings) > 1:
             outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
-        words = model_options(name, plan.source, plan.denoiser)
-        outcomes.append(
-            replace(outcome, words=words, channels=loaded.input_size[0], draw=partial(seconds_a_draw, loaded))
-        )
+        outcomes.append(outcome)
     return outcomes
 
 
@@ -245,6 +252,7 @@ def _certify_with(
     out: Path | str,
     processes: Processes,
     ahead: Sequence[ProcessPoolExecutor],
+    status: Status,
 ) -> _Outcome:
     """Certifies the images; ``out`` is the file for rows, or the start of the names of files to choose one from."""
     if settings.method == STAGED and settings.at is None:
@@ -256,6 +264,7 @@ def _certify_with(
     preparation = round(time.perf_counter() - before, 3)
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
+    status = replace(status, log10=None if certifier.bound is None else certifier.bound.log10)
     description = {**describe(loaded, images, certifier, typed()), "name": label, "preparation_seconds": preparation}
     if choice is not None:
         description["sigma_choice"] = choice
@@ -266,6 +275,9 @@ def _certify_with(
     def started(rows: int) -> None:
         if isinstance(certifier, Certifier):
             _show_methods(certifier, plan.memory)
+            loose = settings.method == STAGED and status.log10 is not None and status.log10 > LOOSE
+            if loose and len(images) > _BUNDLED:
+                say(f"note: bounds as loose as these certify nothing of use; instead: {advise(status).command}")
         else:
             most = duration((settings.samples + SELECTION) * seconds_a_draw(certifier.model))
             say(f"estimated per image: {SMOOTHING} up to {most}; draws at once: at most {certifier.batch}")
@@ -311,13 +323,18 @@ def _certify_with(
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")
     path = file if file is None or processes.count > 1 else shard_path(file, plan.part, plan.parts)
-    bound = None if certifier.bound is None else certifier.bound.log10
     run = Run(
         path or Path("results"),
         summary(description, tally, complete=plan.parts > 1 or len(tally) >= len(images)),
         tally.rows,
     )
-    return _Outcome(label, run, path, bound)
+    status = replace(
+        status,
+        images=len(run),
+        certified=1 if settings.noise else run.certified,
+        rows=plan.out if plan.out is not None and plan.out.is_dir() else path,
+    )
+    return _Outcome(label, run, path, status, undecided)
 
 
 def _keeps(plan: Plan) -> bool:
@@ -386,13 +403,15 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
     if known is not None and known.eps == run.eps_typed and run.labelled and known.method == plan.settings[0].method:
         here = f"here {percent(outcome.certified)}, 95 % CI {interval(run.certified_at(run.eps), len(run))}"
         rows.append(("published", f"{percent(known.certified)} of {known.images:,} ({known.data}); {here}"))
-    if outcome.log10_bound is not None:
-        rows.append(("Lipschitz bound", upper(outcome.log10_bound)))
+    if outcome.status.log10 is not None:
+        rows.append(("Lipschitz bound", upper(outcome.status.log10)))
     rows.append(("seconds", f"{run.seconds:.1f} ({run.seconds / max(len(run), 1):.3g} per image)"))
-    if run.samples:
+    if run.samples and not outcome.undecided:
         most = len(run) * (plan.settings[0].samples + SELECTION)
         rate = f"{run.samples / max(run.seconds, 1e-9):,.0f} noisy images a second"
         rows.append(("early stopping", f"saved {100 * (1 - run.samples / most):.1f} % of {most:,} draws; {rate}"))
+    if outcome.undecided:
+        rows.append(("undecided", f"{outcome.undecided} of {len(run)}: too few draws for a verdict"))
     if outcome.path is not None:
         rows += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     rows += _why_not(run, run.eps_typed)
@@ -427,21 +446,10 @@ def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
     if len(outcomes) > 1 and outcomes[0].path is not None and (out is None or not out.is_dir()):
         page = "report.html" if out is None else out.with_suffix(".html")
         return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", page))
-    first, several = outcomes[0], len(outcomes) > 1
-    status = Status(
-        first.words,
-        first.channels,
-        plan.settings[0].eps_typed,
-        first.log10_bound,
-        plan.data,
-        words_of(plan.lists),
-        denoised="--denoiser" in first.words,
-        images=len(first.run),
-        certified=1 if several or plan.settings[0].noise else first.run.certified,
-        rows=out if out is not None and out.is_dir() else first.path,
-        draw=first.draw,
-    )
-    return advise(status)
+    first = outcomes[0]
+    if first.path is not None and (first.undecided or not first.run.complete):
+        return Advice(typed(), "it continues where the time ended")
+    return advise(first.status if len(outcomes) == 1 else replace(first.status, certified=1))
 
 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
@@ -460,7 +468,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
         for eps, _ in targets:
             row += [percent(run.certified_at(eps) / len(run)), interval(run.certified_at(eps), len(run))]
         row.append("-" if run.stopped or run.median_radius is None else lower(run.median_radius))
-        row.append("-" if outcome.log10_bound is None else upper(outcome.log10_bound))
+        row.append("-" if outcome.status.log10 is None else upper(outcome.status.log10))
         rows.append([*row, f"{run.seconds:.1f}"])
     print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))
     if settings.noise:

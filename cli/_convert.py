@@ -88,7 +88,8 @@ def convert(
 
     if as_json:
         swaps = [asdict(module) for module in report.swapped]
-        print_json({"written": str(path), **_facts(after, report), "agreement": report.agreement, "swapped": swaps})
+        agreement = None if report.random else report.agreement
+        print_json({"written": str(path), **_facts(after, report), "agreement": agreement, "swapped": swaps})
         return
     log10 = None if after is None else after.log10
     words = [str(path)]
@@ -102,7 +103,7 @@ def convert(
     for module in report.kept:
         unchanged.setdefault(f"{module.was}: {module.reason}", []).append(module.path)
     moved = f"{100 * report.logits_moved:.1f} % (median), {100 * report.logits_moved_most:.1f} % at most,"
-    tested = f"{report.images} {'random images' if report.random else f'images of {data}'}"
+    tested = f"{report.images} {'random images; measure it on yours: --data' if report.random else f'images of {data}'}"
     print_facts(
         [
             ("model", model),
@@ -113,7 +114,11 @@ def convert(
                 for what, paths in unchanged.items()
             ),
             ("change of logits", f"{moved} on {tested}"),
-            ("same top class", f"{100 * report.agreement:.1f} % of the images{_largest(loaded, images)}"),
+            *(
+                []
+                if images is None
+                else [("same top class", f"{100 * report.agreement:.1f} % of the images; {_largest(loaded, images)}")]
+            ),
             *([("use", _USE)] if report.swapped else []),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
@@ -125,15 +130,13 @@ def convert(
 _USE = "the new network is not the old one: train it with finetune, the old one as --teacher, then certify it"
 
 
-def _largest(model: "Model", images: "Tensor | None") -> str:
+def _largest(model: "Model", images: "Tensor") -> str:
     """The share of the class that the network predicts most often, beside which agreement is to be read."""
-    if images is None:
-        return ""
     import torch
 
     with torch.no_grad():
         predicted = model(images.to(model.device, model.dtype)).argmax(1)
-    return f"; its most frequent class alone has {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
+    return f"its most frequent class alone has {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
 
 
 def _bound(model: "Model", what: str) -> "Bound | None":

@@ -33,7 +33,7 @@ from lipcert.training import (
 )
 from lipcert.training import finetune as train
 
-from ._advice import Advice, Status, advise
+from ._advice import TEN_MINUTES, Advice, Status, advise
 from ._finetune import TrainingImages
 from ._loading import load_model, show_preprocessing, torchrun
 from ._options import ModelOptions
@@ -92,6 +92,7 @@ def run(
         check_trainable(loaded, asked, taught)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
         validation, write_log = None, None if log is None else Log(log)
+        measured: list[str] = []
         if validate is None and asked.ema is None and (asked.loss, asked.only) != ("noise", "head"):
             tenth = len(images) // 10
             validate = min(tenth, _HELD_OUT[1]) if tenth >= _HELD_OUT[0] else 0
@@ -123,6 +124,7 @@ def run(
                 if validation is not None:
                     update(processed, total, f"validating epoch {epoch.number}")
                 figures = {} if validation is None else validation(epoch.number, processes.first)
+                measured[:] = figures
                 _say_epoch(epoch, figures)
                 if write_log is not None and processes.first:
                     write_log(epoch, figures)
@@ -169,21 +171,22 @@ def run(
                 best.unlink(missing_ok=True)
         if as_json:
             accuracy = {"before": before[0] / before[1], "after": after[0] / after[1]}
-            measured = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
-            print_json({"written": str(path), **facts, f"{measured}_on_training_images": accuracy})
+            what = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
+            print_json({"written": str(path), **facts, f"{what}_on_training_images": accuracy})
             return
         names = words_of({"classes": lists["classes"]})  # the test images have the same classes, but other labels
         status = Status([str(path)], loaded.input_size[0], eps_text(asked.eps), data="TEST", lists=names, trained=True)
         suggestion = advise(status)
         if asked.sigma:
             noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}", *words_of({"denoiser": asked.denoiser})]
-            words = ("certify", path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noise)
+            words = ("certify", path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noise, *TEN_MINUTES)
             suggestion = Advice(command(*words))
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         what += f", behind {asked.denoiser}" if asked.denoiser else ""
         on, best_epoch = "training" if validation is None else "training and held-out", []
         if validation is not None and validation.epoch:
-            best_epoch = [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images")]
+            what_of = f"; {_MEASURED[measured[-1]]}" if measured else ""
+            best_epoch = [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images{what_of}")]
         print_facts(
             [
                 ("model", str(source)),
@@ -254,11 +257,14 @@ def _check_learning(epoch: Epoch, figures: Mapping[str, float], validation: Vali
         )
 
 
+# What held-out images are measured by.
+_MEASURED = {"clean": "clean", "noisy": "under noise", "limit": "first-order limit above eps", "certified": "certified"}
+
+
 def _say_epoch(epoch: Epoch, figures: Mapping[str, float]) -> None:
     line = f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy in training {epoch.accuracy:.1%}"
     if epoch.bound is not None:
         line += f", Lipschitz bound of the features {epoch.bound:.4g} (certified; {epoch.estimate:.4g} in the loss)"
-    names = {"clean": "clean", "noisy": "under noise", "limit": "first-order limit above eps", "certified": "certified"}
-    held = ", ".join(f"{names[name]} {value:.1%}" for name, value in figures.items())
+    held = ", ".join(f"{_MEASURED[name]} {value:.1%}" for name, value in figures.items())
     line += f"; held-out images: {held}" if held else ""
     say(f"{line}; {epoch.seconds:.0f} s")

@@ -33,7 +33,8 @@ def models(
         return
     known, name = architectures(), str(name).partition(".")[0]
     if name not in known:
-        close = difflib.get_close_matches(name, [*known, *(one.name for one in checkpoints())])
+        names = [*known, *(one.name for one in checkpoints())]
+        close = [one for one in names if one.startswith(name)][:3] or difflib.get_close_matches(name, names)
         more = f"; did you mean {' or '.join(close)}?" if close else "; lipcert inspect MODEL looks at any model"
         raise InputError(f"no architecture or checkpoint is called {name}{more}")
     one = known[name]

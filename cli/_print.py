@@ -52,8 +52,9 @@ def command(*words: object) -> str:
 
 
 def typed(*words: str) -> str:
-    """The command line of this process, and further words."""
-    return shlex.join(["lipcert", *sys.argv[1:], *words])
+    """The command line of this process, and further words, which end ``--no-out``."""
+    before = sys.argv[1:] if not words else [word for word in sys.argv[1:] if word != "--no-out"]
+    return shlex.join(["lipcert", *before, *words])
 
 
 def words_of(options: Mapping[str, object]) -> list[str]:
@@ -62,8 +63,15 @@ def words_of(options: Mapping[str, object]) -> list[str]:
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
-    """Prints names and values, one pair per line, separated by tabs in a pipe."""
-    print_table((), facts)
+    """Prints names and values, one pair per line, separated by tabs in a pipe.
+
+    A command is printed below the table, where only the terminal breaks its line, so that it can be pasted.
+    """
+    first = next((place for place, (name, _) in enumerate(facts) if name == "next"), len(facts))
+    print_table((), facts[:first])
+    between = ": " if sys.stdout.isatty() else "\t"
+    for name, value in facts[first:]:
+        print(f"{name}{between}{value}")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> None:

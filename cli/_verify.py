@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lipcert.errors import InputError
+from lipcert.errors import InputError, LipcertError
 from lipcert.inputs.preprocessing import Preprocessing
 
 from ._options import AsJson, Classes, Denoiser, Labels, ModelOptions, Weights, options_of
@@ -47,7 +47,12 @@ def verify(
 
     run = read_run(results)
     recorded = Preprocessing.of_summary(run.summary.get("preprocessing") or {})
-    loaded = load_model(model, ModelOptions(**vars(asked_weights), **vars(recorded)), denoiser=denoiser)
+    try:
+        loaded = load_model(model, ModelOptions(**vars(asked_weights), **vars(recorded)), denoiser=denoiser)
+    except LipcertError as error:
+        raise InputError(
+            f"{model} cannot be loaded as {run.network}, of which {results} holds rows: {error}"
+        ) from error
     check_model(run, loaded)
     settings = run.settings(attack_of(run))
     earlier = run.summary["data"]

@@ -28,6 +28,7 @@ from lipcert.cli._commands import _joined
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.loading import load
+from lipcert.results._parallel import _registering
 from lipcert.settings import parse_eps
 
 TINY = {"img_size": 32, "patch_size": 16, "num_classes": 3, "depth": 1, "embed_dim": 24}
@@ -265,6 +266,15 @@ def test_a_limit_below_the_rows_that_are_there_keeps_them(folder):
     assert Path("r.jsonl").read_bytes() == before
 
 
+def test_a_smaller_run_does_not_mix_with_the_rows_of_a_larger_one(folder):
+    command = ["certify", "--data", "images", "--eps", "0.1", *BY_NAME, *GLORO]
+    larger = facts(run(*command, "--limit", "3").stdout)
+    smaller = facts(run(*command, "--limit", "2").stdout)
+    assert smaller["images"] == "2"
+    assert smaller["rows"] != larger["rows"]
+    assert facts(run(*command, "--limit", "4").stdout)["rows"] == larger["rows"]
+
+
 def test_certificates_left_out_are_noted(artifact, monkeypatch):
     prepare = Certifier.__init__
 
@@ -335,7 +345,8 @@ def test_convert(folder, ways):
 
 def test_convert_with_random_images_says_so(folder):
     printed = facts(run("convert", *BY_NAME).stdout)
-    assert printed["change of logits"].endswith("random images")
+    assert printed["change of logits"].endswith("random images; measure it on yours: --data")
+    assert "same top class" not in printed
 
 
 def test_convert_reads_a_checkpoint_and_leaves_it(folder):
@@ -482,6 +493,14 @@ def test_tables_on_a_terminal_and_in_a_pipe(monkeypatch, capsys):
     assert "─" in text
     assert "head [b]" in text
     assert "\t" not in text
+
+
+def test_a_command_is_not_broken_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    command = "lipcert certify vit_tiny_patch16_224 --checkpoint w.safetensors --eps 36/255"
+    _print.print_facts([("model", 9 * "long "), ("next", command), ("because", "it runs")])
+    assert f"next: {command}\nbecause: it runs\n" in terminal.getvalue()
 
 
 def test_tables_leave_columns_out_rather_than_break_names(monkeypatch, capsys):
@@ -702,6 +721,7 @@ def test_models_and_rules_of_your_own(tmp_path, monkeypatch):
     assert "timm has no model 'my_net'" in run("inspect", "my_net", "--no-pretrained", code=2).output
     shown = run("--import", "my_zoo", "inspect", "my_net", "--no-pretrained").output
     assert "Halved" in shown
+    assert "my_zoo" in _registering()  # which workers import too
     failed = run("--import", "my_zo", "inspect", "my_net", code=2).output
     assert "--import my_zo failed with ModuleNotFoundError" in failed
     assert len(failed.strip().splitlines()) == 1

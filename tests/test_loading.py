@@ -442,6 +442,8 @@ def test_modules_as_people_have_them():
         model = load(nn.Sequential(front, net), input_size=size)
         torch.testing.assert_close(model(pixels), net(front(pixels)))
         assert torch.isfinite(lipcert.certify(model, pixels, eps=1e-6, method="gloro").radius).all()
+        with pytest.raises(InputError, match="begins with a normalisation"):
+            load(nn.Sequential(front, net), input_size=size, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
         with pytest.raises(InputError, match="0.0 is torchvision's Normalize; remove it"):
             load(nn.Sequential(nn.Sequential(front, net)), **given)
     net.set_grad_checkpointing()

@@ -222,7 +222,7 @@ def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
     result = run(results(tail='{"index": 9', complete=False))
     assert "the last row is half-written" in result.stderr
     assert "did not finish; these are its first 6 images" in result.stderr
-    assert "images\t6" in result.stdout
+    assert "images\t6; the run did not finish" in result.stdout
 
 
 def test_one_run_on_the_command_line(results):

@@ -595,8 +595,10 @@ def test_draws_are_added_to_those_of_undecided_images(tmp_path: Path) -> None:
 
 def test_a_time_budget_keeps_what_is_done(tmp_path: Path) -> None:
     run = ("--sigma", "0.25", "--limit", "40", "bundled", "--out", "r.jsonl")
-    code, _, said = certified(tmp_path, *run, "--time-budget", "0.001s")
+    code, printed, said = certified(tmp_path, *run, "--time-budget", "0.001s")
     assert code == 0
+    assert "it continues where the time ended" in printed
+    assert "; the run did not finish" in printed
     assert "time: stopped after 1 of 40 images" in said
     assert json.loads((tmp_path / "r.summary.json").read_text())["complete"] is False
     assert certified(tmp_path, *run, "--time-budget", "1h")[0] == 0

@@ -9,7 +9,7 @@ from lipcert.certifier._certifier import Certifier
 from lipcert.certifier._local import Local
 from lipcert.certifier._lofast import LoFAST
 from lipcert.certifier._method import Method, Subject, duration
-from lipcert.certifier._staged import certificate
+from lipcert.certifier._staged import CLASSES, certificate
 from lipcert.certifier._triage import Triage, first_order_limit, triage
 from lipcert.certifier.anchored import Anchored, DeployedAnchored
 from lipcert.numerics import Certificates

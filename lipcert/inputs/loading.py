@@ -259,8 +259,8 @@ def _wrap(
     config = {**_data_config(net, arguments), **{key: tuple(value) for key, value in pixels.items()}}
     missing = [key for key in _PIXELS if key not in config]
     if missing:
-        arguments_to_give = ", ".join(f"{key}=" for key in missing)
-        raise InputError(f"{label} does not say its {', '.join(missing)}; pass {arguments_to_give}")
+        given = ", ".join(f"{key}= (--{key.replace('_', '-')})" for key in missing)
+        raise InputError(f"{label} does not say its {', '.join(missing)}; give {given}")
     channels = config["input_size"][0]
     for key in ("mean", "std"):
         if key not in pixels and len(set(config[key])) == 1:  # one value for all channels fits any number of channels
@@ -299,7 +299,10 @@ def _normalised(net: nn.Module, pixels: dict[str, Any]) -> tuple[nn.Module, dict
     kinds = (Normalize, Normalize2)
     if type(net) is nn.Sequential and any(isinstance(part, kinds) for part in net):
         if isinstance(net[0], kinds):
-            pixels = {"mean": (0.0,), "std": (1.0,), **pixels}
+            nothing = {"mean": (0.0,), "std": (1.0,)}
+            if any(float(number) != nothing[key][0] for key in nothing for number in pixels.get(key, ())):
+                raise InputError("the network begins with a normalisation: leave mean and std out, or remove it")
+            pixels = {**nothing, **pixels}
         like, parts = next(net.parameters(), torch.empty(0)).detach(), net.named_children()
         net = nn.Sequential(OrderedDict((n, _Normalised(p, like) if isinstance(p, kinds) else p) for n, p in parts))
         net.eval()

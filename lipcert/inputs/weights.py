@@ -230,8 +230,9 @@ def load_weights(
     if reasons and not (only_heads and new_head):
         remedy = "give the timm name and arguments it was made with"
         library = next((one for one, names in _LIBRARIES if any(re.search(names, key) for key in extra)), None)
-        if only_heads and not missing:
-            count = shapes[next(iter(heads))][0][0]
+        classifier = [key for key in extra or heads if key.startswith(places) and key in found]
+        if classifier and (only_heads and not missing or len(classifier) == len(extra)):
+            count = len(state[found[classifier[0]]])
             remedy = f"give num_classes={count} (--model-args num_classes={count})"
         elif only_heads:
             remedy = "it is a backbone without a classifier; train one by finetune, with num_classes=N"

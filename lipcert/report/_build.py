@@ -105,7 +105,8 @@ def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
 
 def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     """The results of one run: (name, value) pairs."""
-    entries = [("model", run.named), ("images", str(len(run)))]
+    partly = "" if run.complete else "; the run did not finish"
+    entries = [("model", run.named), ("images", f"{len(run)}{partly}")]
     for what, part, attacked in shares(run, eps):
         entries.append((what, share(part, len(run)) + (", upper bound" if attacked else "")))
     return entries + _others(run)
@@ -220,9 +221,10 @@ def sentence(run: Run, eps: Eps) -> str:
     """The result of one run as a self-contained text."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
     count, certified = len(run), run.certified_at(value)
+    images = f"{count} images" if run.complete else f"the first {count} images of a run that did not finish"
     what = "classified correctly and certified" if run.labelled else "certified"
     by = "the smoothed classifier" if run.smoothed else "the network"
-    text = f"{run.name}: {certified} of {count} images ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "
+    text = f"{run.name}: {certified} of {images} ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "
     within = "" if run.inside else " within [0, 1]"
     text += f"no ℓ2 perturbation of {run.perturbed}{within} up to ε changes the class that {by} predicts ({run.rigor})."
     if run.labelled:

@@ -48,12 +48,14 @@ def shards_of(path: Path) -> list[Path]:
 
 
 def free_file(names: Iterable[Path], description: Mapping[str, Any], images: Images) -> Path:
-    """The first of these files that is new, or that holds rows of the same run."""
+    """The first of these files that is new, or that holds rows of the same run, or of a part of it."""
     for path in names:
         try:
             earlier = read_earlier(path, description)
             if earlier is not None:
                 _standing(earlier.rows, earlier.summary.get("data") or {}, images, path, few=True)
+                if not {row["index"] for row in earlier.rows} <= set(images.order):
+                    continue  # of a larger run, or of one in another order
         except InputError:
             continue
         return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import time
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lipcert.bounds import RULES
+from lipcert.certifier import CLASSES, Certifier, Method
 from lipcert.errors import BrokenCertificate, InputError
 from lipcert.graph import logits
 from lipcert.inputs.data import Batch
@@ -24,7 +27,6 @@ from lipcert.numerics import Certificates, memory_left, worker_pool
 from lipcert.settings import DETERMINISTIC, SMOOTHING, CertifySettings
 
 if TYPE_CHECKING:
-    from lipcert.certifier import Certifier, Method
     from lipcert.smoothing import Smoothing
 
 Outcome = tuple[Certificates, float]
@@ -103,7 +105,7 @@ def certified(
         left -= len(batch)
         shared = workers > 1 and left * outcome[1] / (len(batch) + _MORE) > _WORTH
     try:
-        given = pickle.dumps((certifier.model, certifier.settings, KNOWN_NORMS))
+        given = pickle.dumps((_registering(), certifier.model, certifier.settings, KNOWN_NORMS))
     except Exception:  # code that only this process has, such as hooks
         for batch in batches:
             yield batch, *_timed(certifier, batch, True)
@@ -192,18 +194,25 @@ def _named(error: BrokenCertificate, batch: Batch) -> BrokenCertificate:
     return error
 
 
+def _registering() -> set[str]:
+    """The modules, other than lipcert's own, that have registered rules or certificates."""
+    answers = [answer for rule in RULES.values() for answer in (rule.lipschitz, rule.box, rule.remainder)]
+    modules = {answer.__module__ for answer in (*answers, *CLASSES.values()) if answer is not None}
+    return {name for name in modules if name.partition(".")[0] not in ("lipcert", "__main__")}
+
+
 # The certifier of a worker.
 _MADE: list[Any] = []
 
 
 def _import() -> None:
-    import lipcert.certifier  # noqa: F401
+    """Does nothing, but makes a worker import this module, and torch with it."""
 
 
 def _make(given: bytes) -> tuple[Any, ...]:
-    from lipcert.certifier import Certifier
-
-    model, settings, norms = pickle.loads(given)
+    modules, model, settings, norms = pickle.loads(given)
+    for name in modules:
+        importlib.import_module(name)
     KNOWN_NORMS.update(norms)
     torch.set_num_threads(1)
     _MADE[:] = [Certifier(model, settings)]

@@ -52,10 +52,15 @@ class Run(Tally):
         self.notes: list[str] = []
         if 0 < size < path.stat().st_size:
             self.notes.append(f"{path}: the last row is half-written and left out")
-        if not summary.get("complete", True):
+        if not self.complete:
             self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images")
         if part := re.fullmatch(r".+\.shard-(\d+)-of-(\d+)", path.stem):
             self.notes.append(f"{path}: part {part[1]} of {part[2]} of a run, whose images may not be like the others")
+
+    @property
+    def complete(self) -> bool:
+        """Whether all images of the run have a row."""
+        return bool(self.summary.get("complete", True))
 
     @property
     def eps(self) -> float:
@@ -216,7 +221,7 @@ class Run(Tally):
         attack = self.summary.get("attack")
         if any((row.get("attacked") is not None) is not (attack is not None) for row in self.rows):
             yield f"the summary says that the attack was {self.attack_name if attack else attack}, and rows differ"
-        if self.summary.get("complete", True) and "counts" in self.summary:
+        if self.complete and "counts" in self.summary:
             yield from self.miscounted()
 
     def miscounted(self) -> Iterator[str]:

@@ -91,7 +91,7 @@ def convert(
     """
     model = checked(model)
     if any(step.get("step") == "convert" for step in model.recipe):
-        raise ConvertError("the model was converted before; load it afresh to convert it another way")
+        raise ConvertError("the model was converted before; to convert it another way, start from the original")
     random = images is None
     if images is None:
         generator = torch.Generator().manual_seed(0)
