@@ -69,13 +69,13 @@ def checked(model: object) -> Model:
 
 
 def check_eps(eps: float, model: Model) -> None:
-    """Refuses an ε within which every image has the grey one, so that no two of different classes are certified."""
-    largest = math.sqrt(math.prod(model.input_size)) / 2
+    """Refuses an ε that is larger than the distance of any two images."""
+    largest = math.sqrt(math.prod(model.input_size))
     if eps > largest:
         typed = f"{eps:g}"
         raise InputError(
-            f"eps {typed} is more than the distance of any image of {model.input_size} from grey, {largest:.4g}: "
-            f"pixels are in [0, 1], so a number of steps of 255 is written {typed}/255"
+            f"eps {typed} is more than the distance of any two images of {model.input_size}, {largest:.4g}: pixels are "
+            f"in [0, 1], so a number of steps of 255 is written {typed}/255"
         )
 
 
