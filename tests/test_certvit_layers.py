@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
+from moments import from_rows
 from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.certvit import Moments, constrain_blockwise, constrain_matrix
+from lipcert.certvit import constrain_blockwise, constrain_matrix
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
@@ -27,9 +28,7 @@ def test_eta_is_the_tolerance_of_equation_10():
     weight = normal(WIDTH, WIDTH, seed=1) / WIDTH**0.5
     blocks = [x[:60], x[60:]]
     eta = 0.01 * float((x @ weight.mT).square().sum()) / len(x)
-    found = constrain_blockwise(
-        weight, list(map(Moments.from_rows, blocks)), eta=eta, iterations=50, projection_epochs=500
-    )
+    found = constrain_blockwise(weight, list(map(from_rows, blocks)), eta=eta, iterations=50, projection_epochs=500)
     for block in blocks:
         assert float(((found.weight - weight) @ block.mT).square().sum()) <= len(block) * eta * 1.01
     assert found.error_asked == pytest.approx(0.1, rel=1e-9)
@@ -49,7 +48,7 @@ def pictures(count=25, size=8, seed=1):
 def test_l1_has_zeros_and_the_constraint_holds():
     x, weight = normal(300, WIDTH) * torch.arange(1, WIDTH + 1) ** -1.0, normal(12, WIDTH, seed=3)
     for dtype in (torch.float32, torch.float64):
-        found = constrain_matrix(weight.to(dtype), Moments.from_rows(x), 0.1, "l1")
+        found = constrain_matrix(weight.to(dtype), from_rows(x), 0.1, "l1")
         assert found.sparsity > 0.05
         assert found.sparsity == float((found.weight == 0).double().mean())
         away = (found.weight.double() - weight.to(dtype).double()) @ x.mT
@@ -230,5 +229,5 @@ def test_beta_is_the_threshold_of_the_paper(monkeypatch):
     lipcert.constrain(digits_like(), pictures(40), engine="faithful", beta=0.05, mini_batches=7)
     assert seen == [(7, 32, 0.05)] * 2
     x, weight = normal(60, WIDTH), normal(4, WIDTH, seed=1)
-    found = constrain_blockwise(weight, [Moments.from_rows(x)], 0.1, beta=0.4, iterations=1, point="sparse")
+    found = constrain_blockwise(weight, [from_rows(x)], 0.1, beta=0.4, iterations=1, point="sparse")
     assert torch.equal(found.weight == 0, weight.abs() <= 0.4)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from moments import from_rows
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.certvit import MEASURE_NAMES, Moments, constrain_blockwise, network
+from lipcert.certvit import MEASURE_NAMES, constrain_blockwise, network
 from lipcert.cli import app
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
@@ -625,7 +626,7 @@ def test_faithful_engine_is_the_blockwise_algorithm():
             model(batch)
     handle.remove()
     blocks = [torch.cat([part[first::4] for part in rows]).flatten(0, 1).double() for first in range(4)]
-    expected = constrain_blockwise(before, list(map(Moments.from_rows, blocks)), 0.1)
+    expected = constrain_blockwise(before, list(map(from_rows, blocks)), 0.1)
     lipcert.constrain(model, images, 0.1, measure="l1", engine="faithful", layers=BLOCK[:1])
     assert torch.allclose(model.net.get_submodule(BLOCK[0]).weight, expected.weight, atol=1e-5)
     report = model.constraint

@@ -45,15 +45,6 @@ class Moments:
     second: Tensor
     rows: int = 0
 
-    @classmethod
-    def from_rows(cls, rows: Tensor, name: str = "layer") -> Moments:
-        """The moments of the rows of a (T, M) matrix, or of a (G, T, M) stack of them."""
-        stack = rows if rows.dim() == 3 else rows[None]
-        moments = cls(name, stack.new_zeros(stack.shape[0], stack.shape[2], stack.shape[2], dtype=torch.float64))
-        moments.add(stack)
-        moments.require_rows()
-        return moments
-
     def add(self, rows: Tensor) -> None:
         """Adds the rows of a (G, T, M) stack."""
         if not torch.isfinite(rows).all():

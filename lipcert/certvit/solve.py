@@ -30,7 +30,6 @@ from lipcert.certvit.moments import Moments, energy
 from lipcert.certvit.report import LayerFigures
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
-from lipcert.settings import MEASURE_NAMES
 
 _RELAXATION = 1.6
 _CHECK_EVERY = 10  # iterations between evaluations of the gap
@@ -48,10 +47,9 @@ _STATUSES = ("rounding", "iteration limit", "converged", "zero weight")  # a lay
 
 @dataclass(frozen=True, kw_only=True)
 class Solution(LayerFigures):
-    """A constrained weight, in the shape, dtype and device of the original, and its figures; ``measure`` is lowered."""
+    """A constrained weight, in the shape, dtype and device of the original, and its figures."""
 
     weight: Tensor
-    measure: str
 
 
 @dataclass(frozen=True)
@@ -90,17 +88,14 @@ class _Problem:
 
 @dataclass(frozen=True)
 class _Point:
-    """A feasible weight. Rounding moves it towards ``interior``, a point further inside; None for the centre.
-
-    ``bounding`` is the point whose outward direction gave the best lower bound.
-    """
+    """A feasible weight."""
 
     weight: Tensor
     iterations: int = 0
     gap: float | None = None
     status: str = "converged"
-    interior: Tensor | None = None
-    bounding: Tensor | None = None
+    interior: Tensor | None = None  # a point further inside, towards which rounding moves it; None for the centre
+    bounding: Tensor | None = None  # the point whose outward direction gave the best lower bound
 
 
 def constrain_matrix(
@@ -137,7 +132,12 @@ def constrain_layer(
     norm: Callable[[Tensor], float] | None = None,
 ) -> dict[str, Solution]:
     """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments."""
-    pre = _checked(weight, moments, error, measures)
+    if not 0 < error < 1:
+        raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
+    if not torch.isfinite(weight).all():
+        raise InputError(f"the weight of layer {moments.name} has NaN or infinite entries")
+    moments.require_rows()
+    pre = weight.detach().double().reshape(moments.groups, -1, moments.width)
     second = moments.second.to(pre.device)
     problems = [_Problem(w, s, error) for w, s in zip(pre, second, strict=True)]
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
@@ -165,28 +165,9 @@ def constrain_layer(
             gap=max(gaps) if gaps else None,
             status=next(status for status in _STATUSES if status in statuses),
             seconds=time.perf_counter() - started,
-            measure=measure,
             rank=min(problem.rank for problem in problems),
         )
     return solutions
-
-
-def _checked(weight: Tensor, moments: Moments, error: float, measures: Sequence[str]) -> Tensor:
-    """The weight in float64 as (G, O / G, M)."""
-    name = moments.name
-    for measure in set(measures) - set(MEASURE_NAMES):
-        raise InputError(f"unknown measure {measure!r}; choose one of {', '.join(MEASURE_NAMES)}")
-    if not 0 < error < 1:
-        raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
-    if weight.flatten(1).shape[1] != moments.width or weight.shape[0] % moments.groups:
-        raise InputError(
-            f"layer {name}: a weight of shape {tuple(weight.shape)} does not fit moments of "
-            f"{moments.groups} × {moments.width} inputs"
-        )
-    if not torch.isfinite(weight).all():
-        raise InputError(f"the weight of layer {name} has NaN or infinite entries")
-    moments.require_rows()
-    return weight.detach().double().reshape(moments.groups, -1, moments.width)
 
 
 def _solve(problem: _Problem, measure: str, tolerance: float, iterations: int, dtype: torch.dtype) -> _Point:
