@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -45,7 +44,16 @@ from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
 from ._certify import Plan
-from ._loading import load_model, model_options, named, seconds_a_draw, show_preprocessing, torchrun, untrained
+from ._loading import (
+    load_model,
+    model_options,
+    named,
+    seconds_a_draw,
+    show_preprocessing,
+    status_of,
+    torchrun,
+    untrained,
+)
 from ._output import default_name
 from ._print import (
     busy,
@@ -163,14 +171,13 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
     stem = "digits-vit" if label.startswith("digits-vit, ") else default_name(str(resolve(name))).name
     stem = f"{stem.removesuffix('.lipcert.safetensors')}.certified"
     words = model_options(name, plan.source, plan.denoiser)
-    status = Status(
+    status = status_of(
+        loaded,
         words,
-        loaded.input_size[0],
-        plan.settings[0].eps_typed,
+        eps=plan.settings[0].eps_typed,
         data=plan.data,
         lists=words_of(plan.lists),
         denoised="--denoiser" in words,
-        draw=partial(seconds_a_draw, loaded),
     )
     outcomes = []
     for asked in plan.settings:

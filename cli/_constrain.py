@@ -1,6 +1,5 @@
 """``lipcert constrain``: lowers the norms of the layers of a model, and writes it to an artifact."""
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -54,7 +53,7 @@ def constrain(
     from lipcert.inputs.data import open_images
     from lipcert.inputs.loading import resolve
 
-    from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing, torchrun
+    from ._loading import load_model, model_options, show_preprocessing, status_of, torchrun
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
@@ -91,8 +90,7 @@ def constrain(
             words = [str(path)]
             if bound is not None and bound > LOOSE:  # smoothing has no use for smaller norms
                 words = model_options(model, of_model)
-            draw = functools.partial(seconds_a_draw, loaded)
-            status = Status(words, loaded.input_size[0], log10=bound, data=data, lists=lists, draw=draw)
+            status = status_of(loaded, words, log10=bound, data=data, lists=lists)
             _print_report(report, str(origin), path, status)
 
 

@@ -1,6 +1,5 @@
 """``lipcert convert``: surgery on a model, written to an artifact."""
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import typer
 from lipcert.errors import UnsupportedOperation
 from lipcert.settings import LOOSE, check, option
 
-from ._advice import Status, advise
+from ._advice import advise
 from ._options import AsJson, Force, ModelOptions, options_of, out
 from ._output import check_out, default_name
 from ._print import busy, print_facts, print_json, progress, say, start, upper
@@ -66,7 +65,7 @@ def convert(
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
-    from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing
+    from ._loading import load_model, model_options, show_preprocessing, status_of
 
     loaded = load_model(model, asked)
     path = out or default_name(loaded.source.get("name", model))
@@ -92,12 +91,9 @@ def convert(
         print_json({"written": str(path), **_facts(after, report), "agreement": agreement, "swapped": swaps})
         return
     log10 = None if after is None else after.log10
-    words = [str(path)]
-    if (
-        log10 is not None and log10 > LOOSE
-    ):  # no method certifies the converted model, and the original is more accurate
-        words = model_options(model, asked)
-    status = Status(words, loaded.input_size[0], log10=log10, data=data, draw=functools.partial(seconds_a_draw, loaded))
+    # Where no method certifies the converted model, the original is more accurate.
+    words = model_options(model, asked) if log10 is not None and log10 > LOOSE else [str(path)]
+    status = status_of(loaded, words, log10=log10, data=data)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     unchanged: dict[str, list[str]] = {}
     for module in report.kept:

@@ -33,9 +33,9 @@ from lipcert.training import (
 )
 from lipcert.training import finetune as train
 
-from ._advice import TEN_MINUTES, Advice, Status, advise
+from ._advice import TEN_MINUTES, Advice, advise
 from ._finetune import TrainingImages
-from ._loading import load_model, show_preprocessing, torchrun
+from ._loading import load_model, show_preprocessing, status_of, torchrun
 from ._options import ModelOptions
 from ._output import check_out, default_name
 from ._print import busy, command, print_facts, print_json, progress, say, words_of
@@ -175,7 +175,7 @@ def run(
             print_json({"written": str(path), **facts, f"{what}_on_training_images": accuracy})
             return
         names = words_of({"classes": lists["classes"]})  # the test images have the same classes, but other labels
-        status = Status([str(path)], loaded.input_size[0], eps_text(asked.eps), data="TEST", lists=names, trained=True)
+        status = status_of(loaded, [str(path)], eps=eps_text(asked.eps), data="TEST", lists=names, trained=True)
         suggestion = advise(status)
         if asked.sigma:
             noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}", *words_of({"denoiser": asked.denoiser})]

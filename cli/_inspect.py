@@ -1,6 +1,5 @@
 """``lipcert inspect``: the Lipschitz budget of a model, worst first."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +8,7 @@ import typer
 
 from lipcert.settings import LOOSE, unreached
 
-from ._advice import Status, advise
+from ._advice import advise
 from ._options import AsJson, ModelName, ModelOptions, options_of
 from ._print import lower, print_facts, print_json, print_table, progress, start, upper
 
@@ -37,7 +36,7 @@ def inspect(
     start(model, *asked.files)
     from lipcert.bounds import lipschitz
 
-    from ._loading import load_model, model_options, seconds_a_draw
+    from ._loading import load_model, model_options, status_of
 
     loaded = load_model(model, asked, features=True)
     with progress("reading the network") as update:
@@ -68,9 +67,7 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        words = model_options(model, asked)
-        draw = functools.partial(seconds_a_draw, loaded)
-        facts += advise(Status(words, loaded.input_size[0], log10=bound.log10, draw=draw)).facts
+        facts += advise(status_of(loaded, model_options(model, asked), log10=bound.log10)).facts
     print_facts(facts)
 
 

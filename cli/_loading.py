@@ -1,15 +1,17 @@
 """Loads the model of a command, reports the preprocessing of images, and connects the processes of torchrun."""
 
 import contextlib
+import functools
 import importlib
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -24,6 +26,7 @@ from lipcert.model import Model
 from lipcert.numerics import keep_freed
 from lipcert.smoothing import Denoised
 
+from ._advice import Status
 from ._options import ModelOptions, Weights
 from ._parse import parse_model_args
 from ._print import busy, say, typed, words_of
@@ -131,6 +134,11 @@ def seconds_a_draw(model: Model, denoiser: str | None = None) -> float:
         started = time.perf_counter()
         float(forward(images).sum())  # which waits for a GPU
     return (time.perf_counter() - started) / len(images)
+
+
+def status_of(model: Model, words: Sequence[str], **more: Any) -> Status:
+    """The state of the work on a model, which these words name in another command."""
+    return Status(words, model.input_size[0], draw=functools.partial(seconds_a_draw, model), **more)
 
 
 def move_to(model: Model, device: str) -> None:

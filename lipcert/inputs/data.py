@@ -121,7 +121,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         return Batch(tuple(indices), torch.stack([image for image, _ in items]), labels) if items else None
 
     def leave_out(self, removed: Sequence[int]) -> None:
-        """Gives the images the positions that they had when the data set also had images at these positions."""
+        """Numbers the images as if those at these positions were still there: noise and shuffle go by numbers."""
         self.total += len(removed) - len(self.removed)
         self.removed = sorted(removed)
         self.order = [index for index in order_of(self.total, self.limit) if index not in self.removed]

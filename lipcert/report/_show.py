@@ -12,7 +12,7 @@ from typing import Any
 from lipcert.report._build import facts, overview, radii_of_interest, report
 from lipcert.report._page import to_html
 from lipcert.report._write import write
-from lipcert.results import Result, Run, SmoothedResult, read_runs
+from lipcert.results import Result, Run, read_runs
 
 
 class Shown:
@@ -37,7 +37,7 @@ class Shown:
         return f'<iframe title="report" style="{style}" srcdoc="{escape(to_html(report(self.runs)))}"></iframe>'
 
 
-def show(*results: Result | SmoothedResult | str | os.PathLike[str], **files: Any) -> Shown:
+def show(*results: Result | str | os.PathLike[str], **files: Any) -> Shown:
     """Reports on results of :func:`lipcert.certify`, result files, and folders of them.
 
     Args:
@@ -53,7 +53,7 @@ def show(*results: Result | SmoothedResult | str | os.PathLike[str], **files: An
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, result in enumerate(results, 1):
-            if isinstance(result, (Result, SmoothedResult)):
+            if isinstance(result, Result):
                 paths.append(result.save(Path(folder) / f"result-{number}.jsonl"))
             else:
                 paths.append(Path(result))

@@ -38,8 +38,12 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, repr=False)
-class _Viewable(Certificates):
-    """Certificates with methods to iterate over, show and save them."""
+class Result(Certificates):
+    """The result of :func:`lipcert.certify` for N images: :class:`lipcert.certifier.Certificates` with a few methods.
+
+    ``len(result)`` is N and ``result[i]`` the row of image i. Iteration yields the rows. Notebooks show a table.
+    ``save``, ``to_pandas`` and :func:`lipcert.report` export the result.
+    """
 
     about: Mapping[str, Any] = field(default_factory=dict)  # the description of the run, as in a summary
     hashes: tuple[str, ...] = ()
@@ -64,11 +68,8 @@ class _Viewable(Certificates):
 
     def _repr_html_(self) -> str:
         """A table of the first images, for notebooks."""
-        columns = [
-            name
-            for name in ("index", "label", "predicted", "radius", "certified", "method")
-            if len(self) and name in self[0]
-        ]
+        names = ("index", "label", "predicted", "radius", "certified", "method")
+        columns = [name for name in names if self._rows and name in self._rows[0]]
         lines = [f"<p>{html.escape(repr(self)[1:-1])}</p>", "<table><tr>"]
         lines += [*(f"<th>{name}</th>" for name in columns), "</tr>"]
         for row in self._rows[:_SHOWN]:
@@ -93,21 +94,12 @@ class _Viewable(Certificates):
 
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
-        """Made once: callers get copies."""
         batch = Batch(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels)
         return rows(batch, self, self.seconds, self.hashes)
 
 
-class Result(_Viewable):
-    """The result of :func:`lipcert.certify` for N images: :class:`lipcert.certifier.Certificates` with a few methods.
-
-    ``len(result)`` is N and ``result[i]`` the row of image i. Iteration yields the rows. Notebooks show a table.
-    ``save``, ``to_pandas`` and :func:`lipcert.report` export the result.
-    """
-
-
 @dataclass(frozen=True, repr=False)
-class SmoothedResult(_Viewable, SmoothedCertificates):
+class SmoothedResult(Result, SmoothedCertificates):
     """:class:`lipcert.smoothing.SmoothedCertificates` with a view."""
 
 

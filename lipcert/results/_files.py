@@ -194,10 +194,7 @@ def check_images(rows: Sequence[Mapping[str, Any]], images: Images, path: Path) 
 def _standing(
     rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images: Images, path: Path, few: bool = False
 ) -> list[Mapping[str, Any]]:
-    """The rows of an earlier start that are about the images of this run.
-
-    An image that was removed since leaves its number free, see :meth:`Images.leave_out`. Without this, the images after
-    it would have other numbers, and with them other noise and another place in the shuffle of ``--limit``."""
+    """The rows of an earlier start about images of this run; the numbers of removed ones stay free."""
     images.leave_out(_removed(rows, data, images))
     looked_at = rows[:_FEW] if few else rows
     gone = {*check_images(looked_at, images, path)}
@@ -217,16 +214,13 @@ def _standing(
 
 
 def _removed(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images: Images) -> list[int]:
-    """The numbers of the images that the data set had before and that are gone.
-
-    The names of the files with a row say how far each has moved. An image without a row may have had any number between
-    those of its neighbours, since nothing depends on it yet.
-    """
+    """The numbers of the images that the data set had before and that are gone."""
     before, total = data.get("images"), images.total
     if type(before) is not int or not 0 < before - total < before or images.file(0) is None:
         return []
     places = {images.file(place): place for place in range(total)}
     gone = {row["index"] for row in rows if row.get("file") not in places}
+    # The files with a row have moved so far; one without may have had any number between those of its neighbours.
     ends = [(row["index"], row["index"] - places[row["file"]]) for row in rows if row["index"] not in gone]
     removed: list[int] = []
     last = -1

@@ -39,7 +39,6 @@ class Run(Tally):
         name: the run's name in tables and figures: the file's name, with its folder if two files share the name.
         summary: the content of the summary file.
         rows: one mapping per image.
-        size: bytes of the complete rows in the file; 0 for rows that were not read from it.
         notes: remarks on missing rows, one line each.
     """
 
@@ -48,7 +47,6 @@ class Run(Tally):
         self.path = path
         self.name = printable(path.stem)
         self.summary = summary
-        self.size = size
         self.notes: list[str] = []
         if 0 < size < path.stat().st_size:
             self.notes.append(f"{path}: the last row is half-written and left out")
@@ -175,10 +173,7 @@ class Run(Tally):
 
     @property
     def stopped(self) -> bool:
-        """Whether the search for a radius ended as soon as the verdict at ε was known.
-
-        Radii then say nothing about other ε; of a run with several ε, nothing beyond the largest.
-        """
+        """Whether the search for a radius ended as soon as the verdict was known: nothing is known of larger ε."""
         return self.staged or (self.smoothed and not self.noise.get("all_samples"))
 
     @property
@@ -198,11 +193,7 @@ class Run(Tally):
         return f"{name} ({', '.join(_pairs(settings))})" if settings else name
 
     def settings(self, attack: Any = None) -> CertifySettings:
-        """The settings of the run, with ``attack`` in place of the summary's attack.
-
-        Raises:
-            InputError: the settings in the summary are not valid.
-        """
+        """The settings of the run, with ``attack`` in place of the summary's attack."""
         recorded = {name: self.summary[name] for name in _SETTINGS if name in self.summary}
         return settings_of(CertifySettings, **{**recorded, "attack": attack})
 
@@ -234,11 +225,7 @@ class Run(Tally):
                 yield f"the summary counts {claimed.get(name)} for {what}, the rows {counts.get(name)}"
 
     def refuse_false_rows(self) -> None:
-        """Refuses rows that cannot be true for any model.
-
-        Raises:
-            InputError: a row contradicts itself; names the first.
-        """
+        """Refuses rows that cannot be true for any model; names the first."""
         for number, row in enumerate(self.rows, start=1):
             if reason := contradiction(row, self.eps, self.summary.get("method")):
                 raise InputError(_NO_RESULT.format(number, self.path, reason))
@@ -401,10 +388,7 @@ def _summary(path: Path) -> Mapping[str, Any]:
 
 
 def sigma_choice_of(path: Path, settings: CertifySettings, weights_hash: str) -> dict[str, Any] | None:
-    """How an earlier start of a run chose σ, from its summary; None if there is none, or it was given.
-
-    It stays where ``--limit`` then certifies images that σ was chosen on: certificates count other draws of these.
-    """
+    """How an earlier start of a run chose σ, from its summary; None if there is none, or it was given."""
     summary = _summary(path) if os.path.exists(summary_path(path)) else {}
     choice = summary.get("sigma_choice")
     if not isinstance(choice, dict) or "sigma" not in choice:

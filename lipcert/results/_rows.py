@@ -126,10 +126,7 @@ def mixed(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def same_logits(claimed: Any, actual: Any, tolerance: float = 0.02) -> bool:
-    """Whether the logits on the example images are those of one network, up to ``tolerance`` times the largest.
-
-    Rounding in bfloat16 stays below the default.
-    """
+    """Whether logits on the example images are those of one network, up to a share of the largest; fits bfloat16."""
     numbers = [abs(z) for one in actual or () for z in one if z is not None]
     return same(claimed, actual, 0.0, tolerance * max(numbers, default=0.0))
 

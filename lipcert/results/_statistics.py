@@ -98,19 +98,12 @@ class Tally:
 
     @property
     def certified_accuracy(self) -> float | None:
-        """Share of images that are correct and certified at ε; None without labels.
-
-        One minus it bounds the certified error of Huang et al. 2021 (arXiv 2111.01395), equation 20.
-        """
+        """Share of images that are correct and certified at ε; None without labels."""
         return self.certified_correct / len(self) if self.labelled else None
 
     @property
     def accuracy_under_attack(self) -> float | None:
-        """Share of correct images that no attack broke within ε.
-
-        The robust accuracy lies between the certified accuracy and this share. None without labels, or if not all
-        images were attacked.
-        """
+        """Share of correct images that no attack broke within ε; None without labels, or if not all were attacked."""
         every = all(row.get("attacked") is not None for row in self.rows)
         return self.withstood / len(self) if self.labelled and every else None
 

@@ -47,13 +47,15 @@ class Verdict:
 def check_model(run: Run, model: Model) -> None:
     """Refuses a model other than the certified one."""
     claimed = run.summary["model"]
-    actual = {"weights_hash": weights_hash(model), "recipe": json.loads(json.dumps(model.recipe))}
-    actual["buffers_hash"] = buffers_hash(model)
-    actual["code_hash"] = identity_of_code(model)[0]
-    what_of = {"weights_hash": "weights", "recipe": "surgery", "buffers_hash": "buffers", "code_hash": "code"}
+    actual = {
+        "weights_hash": ("weights", weights_hash(model)),
+        "recipe": ("surgery", json.loads(json.dumps(model.recipe))),
+        "buffers_hash": ("buffers", buffers_hash(model)),
+        "code_hash": ("code", identity_of_code(model)[0]),
+    }
     denoiser = next((step["denoiser"] for step in claimed.get("recipe") or () if "denoiser" in step), None)
-    for key, what in what_of.items():
-        if claimed.get(key) != actual[key]:
+    for key, (what, found) in actual.items():
+        if claimed.get(key) != found:
             same = "the model that was certified"
             if denoiser and not isinstance(model, Denoised):
                 same += f", with --denoiser {denoiser}"

@@ -8,11 +8,11 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ _CLIP = 3.0
 _DIVERGED = 1e6  # no weight of a network that learns is as large
 _COOLING = 0.8  # the fraction of a run during which the temperature changes
 _TIMES_MARGIN = (2.0, 0.2)  # the temperature auto over the median margin before training, at first and at last
+_COUNTED = ("finished", "updates", "batches", "margin", "start")  # what a state holds of a run as it is
 _PAUSE = 120.0  # seconds between checkpoints within an epoch
 
 
@@ -230,8 +231,7 @@ def _others(model: Model, only: str | None) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p not in selected]
 
 
-@dataclass(frozen=True)
-class _Sums:
+class _Sums(NamedTuple):
     """The sum of the losses of an update, and its numbers of correct predictions, images and batches."""
 
     loss: float
@@ -239,9 +239,10 @@ class _Sums:
     images: int
     batches: int = 1
 
-    def __add__(self, other: _Sums) -> _Sums:
-        sums = (a + b for a, b in zip(astuple(self), astuple(other), strict=True))
-        return _Sums(*sums)
+    @staticmethod
+    def of(parts: Iterable[_Sums]) -> _Sums:
+        """The sums of all parts; zeros without any."""
+        return _Sums(*map(sum, zip(*parts, (0.0, 0, 0, 0), strict=True)))
 
 
 class _Run:
@@ -322,7 +323,7 @@ class _Run:
             sums = self._gradient(source, eps)
             if sums is None:
                 break
-            self.sums += sums
+            self.sums = _Sums.of([self.sums, sums])
             if sums.images:
                 self._update()
                 last_eps = eps
@@ -331,7 +332,7 @@ class _Run:
             if time.perf_counter() - saved > _PAUSE:
                 save()
                 saved = time.perf_counter()
-        loss, right, images, batches = astuple(self.sums)
+        loss, right, images, batches = self.sums
         if not images:
             raise InputError(
                 f"the loader gave no images in epoch {self.finished + 1}; "
@@ -371,17 +372,14 @@ class _Run:
     def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Sums | None:
         """Computes the gradient for the next update; None if no process has another batch."""
         self.optimizer.zero_grad()
-        sums: _Sums | None = None
         with self.processes.together(), twice_differentiable():
             batches = list(islice(source, self.asked.accumulate))
             if self.bound is not None:
-                self._within_bounds(
-                    self.bound.step
-                )  # even without images, so that all processes have the same estimates
-            total = sum(len(labels) for _, labels in batches)
-            for images, labels in batches:
-                batch = self._backward(images, labels, eps, len(labels) / max(total, 1))
-                sums = batch if sums is None else sums + batch
+                # Even without images, so that all processes have the same estimates.
+                self._within_bounds(self.bound.step)
+            total = max(sum(len(labels) for _, labels in batches), 1)
+            parts = [self._backward(images, labels, eps, len(labels) / total) for images, labels in batches]
+        sums = _Sums.of(parts) if parts else None
         if self.processes.count > 1:
             sums = self._joined(sums)
         if sums is not None and not math.isfinite(sums.loss):
@@ -421,12 +419,7 @@ class _Run:
             used = [any(users) for users in zip(*(users for _, users in gathered), strict=True)]
             for p, part, use in zip(self.parameters, whole.split([p.numel() for p in parts]), used, strict=True):
                 p.grad = part.view_as(p) if use else None
-        return _Sums(
-            sum(sums.loss for sums in batches),
-            sum(sums.right for sums in batches),
-            images,
-            max(sums.batches for sums in batches),
-        )
+        return _Sums.of(batches)._replace(batches=max(sums.batches for sums in batches))
 
     def _update(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters, _CLIP)
@@ -502,12 +495,8 @@ class _Run:
             "bound": [] if self.bound is None else self.bound.estimator.vectors,
             "local": {} if self.local is None else self.local.vectors,
             "random": torch.get_rng_state(),
-            "finished": self.finished,
-            "updates": self.updates,
-            "batches": self.batches,
-            "margin": self.margin,
-            "sums": astuple(self.sums),
-            "start": self.start,
+            **{name: getattr(self, name) for name in _COUNTED},
+            "sums": tuple(self.sums),
             "last": None if self.last is None else astuple(self.last),
         }
 
@@ -525,8 +514,9 @@ class _Run:
         if self.local is not None:
             self.local.vectors = {place: v.to(self.model.device) for place, v in state["local"].items()}
         torch.set_rng_state(state["random"])
-        self.finished, self.updates, self.batches = state["finished"], state["updates"], state["batches"]
-        self.margin, self.sums, self.start = state["margin"], _Sums(*state["sums"]), state["start"]
+        for name in _COUNTED:
+            setattr(self, name, state[name])
+        self.sums = _Sums(*state["sums"])
         self.last = None if state["last"] is None else Epoch(*state["last"])
 
 

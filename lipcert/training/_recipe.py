@@ -44,10 +44,7 @@ def recipe_for(model: Model) -> tuple[str, str]:
 
 
 def settings_for(model: Model, recipe: str | None, asked: Mapping[str, Any]) -> FinetuneSettings:
-    """The settings of a recipe, if there is one, and those that were asked for.
-
-    Of the recipe's limits on norms, patterns that match no layer of the network are left out.
-    """
+    """The settings of a recipe, without limits on norms that match no layer, and those that were asked for."""
     if recipe is None:
         return settings_of(FinetuneSettings, **asked)
     chosen = recipe_settings(recipe, asked)
