@@ -25,7 +25,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor
 
 import lipcert
-from lipcert.training import NormHold, hold_projections, twice_differentiable
+from lipcert.surgery import SmoothProject
+from lipcert.training import NormHold, twice_differentiable
 
 ASSETS = Path(lipcert.__file__).parent / "assets"
 EPS = 36 / 255
@@ -90,7 +91,11 @@ def main() -> None:
     )  # fmt: skip
 
     lipcert.convert(model, attention="keep", norm="smooth", images=images[:256].float() / 255)
-    hold_projections(model, radius=5.0)
+    for part in model.modules():
+        if isinstance(part, SmoothProject):
+            part.radius.fill_(5.0)
+            part.weight.data.fill_(1.0)
+            part.weight.requires_grad_(False)
     train(model, images, labels, args.epochs, 3e-3, args.eps)
     args.assets.mkdir(exist_ok=True)
     lipcert.save(model, args.assets / "digits_vit.safetensors")

@@ -39,7 +39,7 @@ from lipcert.results import (
 )
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
-from lipcert.settings import AUTO, LOOSE, SMOOTHING, STAGED, CertifySettings
+from lipcert.settings import AUTO, LOOSE, SMOOTHING, STAGED, CertifySettings, shown
 from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
@@ -60,7 +60,6 @@ from ._print import (
     command,
     complain,
     in_bytes,
-    lower,
     percent,
     print_facts,
     print_json,
@@ -376,7 +375,7 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     if first is None:
         return
     correct = "" if first.correct is None else f"{first.correct} correctly classified; "
-    low, high = (lower(limit) if math.isfinite(limit) else "none" for limit in (first.limits[0], first.limits[-1]))
+    low, high = (shown(limit) if math.isfinite(limit) else "none" for limit in (first.limits[0], first.limits[-1]))
     limits = f"first-order limits {low} to {high}, {first.reachable} above {settings.eps_typed}"
     limits = limits if low != "none" else "no gradient, so no first-order limit"
     images_seen = "first image" if first.images == 1 else f"first {first.images} images"
@@ -474,7 +473,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
         row += [percent(run.accuracy_under_attack)] if attacked else []
         for eps, _ in targets:
             row += [percent(run.certified_at(eps) / len(run)), interval(run.certified_at(eps), len(run))]
-        row.append("-" if run.stopped or run.median_radius is None else lower(run.median_radius))
+        row.append("-" if run.stopped or run.median_radius is None else shown(run.median_radius))
         row.append("-" if outcome.status.log10 is None else upper(outcome.status.log10))
         rows.append([*row, f"{run.seconds:.1f}"])
     print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))

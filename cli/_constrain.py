@@ -81,7 +81,8 @@ def constrain(
                 save(loaded, path, facts=_facts(report), force=force)
         if as_json:
             layers = [
-                {name: value for name, value in vars(layer).items() if _is_json(value)} for layer in report.layers
+                {name: x for name, x in vars(layer).items() if not isinstance(x, float) or math.isfinite(x)}
+                for layer in report.layers
             ]
             print_json({"written": str(path), **_facts(report), "layers": layers, "seconds": report.seconds})
         else:
@@ -157,10 +158,6 @@ _COLUMNS: "dict[str, Callable[[LayerConstraint], str]]" = {
     "status": lambda layer: layer.status,
 }
 _LESS = ("s", "steps", "zeros", "if rescaled", "if clipped", "error")
-
-
-def _is_json(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _network_row(name: str, figures: "NetworkFigures") -> tuple[str, ...]:

@@ -15,10 +15,7 @@ R = TypeVar("R")
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Prints errors of lipcert in one line and exits with code 2, or with 130 if the user stopped the run.
-
-    A false certificate is a defect of lipcert and exits with code 3.
-    """
+    """Prints errors in one line and exits with 2, with 130 if the user stopped the run, 3 if a certificate is false."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

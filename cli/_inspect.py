@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipcert.settings import LOOSE, unreached
+from lipcert.settings import LOOSE, shown, unreached
 
 from ._advice import advise
 from ._options import AsJson, ModelName, ModelOptions, options_of
-from ._print import lower, print_facts, print_json, print_table, progress, start, upper
+from ._print import print_facts, print_json, print_table, progress, start, upper
 
 if TYPE_CHECKING:
     from lipcert.bounds import Bound, LayerBound
@@ -77,7 +77,7 @@ def verdict(bound: "Bound") -> str:
         return "the bound is 0: with these weights the network gives every image the same logits"
     log_radius = math.log10(MARGIN / math.sqrt(2)) - bound.log10
     if abs(log_radius) < 300:
-        radius = lower(10**log_radius * (1 - 1e-12))  # covers the rounding errors of the logarithms
+        radius = shown(10**log_radius * (1 - 1e-12))  # covers the rounding errors of the logarithms
     else:
         radius = f"10^{math.floor(log_radius)}" if math.isfinite(log_radius) else "0"
     reach = f"a margin of {MARGIN:g} logits gives a radius of {radius}"

@@ -120,11 +120,7 @@ def _parameter(one: Field[Any]) -> inspect.Parameter:
 
 
 def options_of(**kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces parameters of a command by an option for each field of settings classes that has a help text.
-
-    For such a parameter the command receives a function that creates the settings from the options that were given and
-    from the remaining fields.
-    """
+    """Replaces parameters by options for the fields of settings; the command gets a function that creates these."""
     entries = {name: [one for one in fields(kind) if "help" in one.metadata] for name, kind in kinds.items()}
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:

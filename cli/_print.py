@@ -14,16 +14,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
 from lipcert.inputs.files import check_there, is_named_data, place_of
+from lipcert.settings import shown
 
 # Set by --quiet: only results and errors are printed.
 quiet = False
 imported: list[str] = []  # by --import, which further commands need too
-
-_DIGITS = 3
 
 
 def say(line: str) -> None:
@@ -226,19 +224,9 @@ def upper(log10: float) -> str:
     if log10 >= 4:
         return f"10^{math.ceil(log10 * 10) / 10:.1f}"
     # 1e-12 covers the rounding errors of the logarithm and of the power.
-    return _three_digits(10**log10 * (1 + 1e-12), ROUND_CEILING)
-
-
-def lower(value: float) -> str:
-    """A radius for display, rounded down to three digits."""
-    return "0" if value == 0 else _three_digits(value, ROUND_FLOOR)
+    return shown(10**log10 * (1 + 1e-12), up=True)
 
 
 def percent(part: float | None) -> str:
     """A fraction as percentage; a dash if it is unknown."""
     return "-" if part is None else f"{100 * part:.1f} %"
-
-
-def _three_digits(value: float, rounding: str) -> str:
-    rounded = Context(prec=_DIGITS, rounding=rounding).create_decimal(Decimal(value))
-    return f"{rounded:f}" if 1e-3 <= value < 1e4 else f"{rounded:.2e}"

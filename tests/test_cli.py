@@ -30,6 +30,7 @@ from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.loading import load
 from lipcert.results._parallel import _registering
 from lipcert.settings import parse_eps
+from lipcert.settings import shown as rounded
 
 TINY = {"img_size": 32, "patch_size": 16, "num_classes": 3, "depth": 1, "embed_dim": 24}
 ARGUMENTS = " ".join(f"{key}={value}" for key, value in TINY.items())
@@ -469,12 +470,12 @@ def test_large_bounds_are_shown_as_powers_rounded_up(log10):
 @settings(deadline=None)
 @given(st.floats(1e-300, 1e300))
 def test_radii_are_shown_rounded_down(radius):
-    shown = Fraction(_print.lower(radius))
+    shown = Fraction(rounded(radius))
     assert Fraction(radius) * Fraction(98, 100) <= shown <= Fraction(radius)
 
 
 def test_special_numbers_are_shown():
-    assert (_print.upper(-math.inf), _print.upper(math.inf), _print.lower(0.0)) == ("0", "infinite", "0")
+    assert (_print.upper(-math.inf), _print.upper(math.inf), rounded(0.0)) == ("0", "infinite", "0")
 
 
 class Terminal(io.StringIO):

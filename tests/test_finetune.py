@@ -43,7 +43,6 @@ from lipcert.training import (
     emma_loss,
     fixed_loss,
     gloro_loss,
-    hold_projections,
     recipe_for,
     settings_for,
     teacher_loss,
@@ -298,14 +297,6 @@ def test_a_matrix_that_begins_as_zeros_is_held_later() -> None:
     for _ in range(20):
         hold()
     assert torch.linalg.matrix_norm(linear.weight.detach(), 2).item() == pytest.approx(1.0, rel=1e-3)
-
-
-def test_projections_are_held() -> None:
-    model = vit()
-    hold_projections(model, 3.0)
-    assert float(model.net.norm.radius) == 3.0
-    assert model.net.norm.weight.tolist() == [1.0] * 16
-    assert not model.net.norm.weight.requires_grad
 
 
 def test_parametrised_weights_are_not_held_in_silence() -> None:

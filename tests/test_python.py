@@ -217,7 +217,7 @@ def test_a_result_is_a_sequence_of_rows(expected) -> None:
     assert shown.count("<tr>") == 6
     for row, cell in zip(expected, shown.split("<tr>")[2:], strict=True):
         radius = float(cell.split("<td>")[4].split("<")[0])
-        assert 0 <= row["radius"] - radius <= 1e-3 * row["radius"]
+        assert 0 <= row["radius"] - radius <= 1e-2 * row["radius"]  # three digits
 
 
 def test_a_result_is_saved_as_the_command_does(tmp_path, model, images, expected) -> None:

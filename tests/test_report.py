@@ -24,7 +24,7 @@ from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.report import _build, _card, _figures, model_card, read_runs, remarks, to_html, write
-from lipcert.report._curves import attack_curve, certified_curve, share_above, span
+from lipcert.report._curves import share_above, span
 from lipcert.report._words import promises, radius
 from lipcert.results import wilson
 
@@ -140,8 +140,9 @@ def test_the_certified_curve_stays_below_the_attack_and_the_clean_accuracy(resul
     assert not logarithmic
     assert start == 0
     assert end > max(RADII)
-    assert (certified_curve(r, eps) <= attack_curve(r, eps)).all()
-    assert (attack_curve(r, eps) <= r.correct / len(r)).all()
+    unbroken = share_above(r.broken_at, r.right, eps)
+    assert (share_above(r.radii, r.right, eps) <= unbroken).all()
+    assert (unbroken <= r.correct / len(r)).all()
 
 
 def test_wide_ranges_are_logarithmic_and_unbounded_radii_left_aside(results):
@@ -150,7 +151,7 @@ def test_wide_ranges_are_logarithmic_and_unbounded_radii_left_aside(results):
     assert logarithmic
     assert 0 < start <= 1e-6
     assert EPS < end < 1
-    assert certified_curve(wide, np.array([end])) == [1 / 4]
+    assert share_above(wide.radii, wide.right, np.array([end])) == [1 / 4]
     (nothing,) = read_runs([results([row(0, 0.0)])])
     assert span([nothing]) == (0.0, 1.08 * EPS, False)
 

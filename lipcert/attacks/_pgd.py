@@ -134,11 +134,7 @@ def pgd(
 def smallest(
     attack: PGD, model: nn.Module, images: Tensor, labels: Tensor, found: Adversarial, eps: float
 ) -> Adversarial:
-    """Searches for adversarial examples closer than those found at ε, by single runs at decreasing radii.
-
-    The radius doubles until a run succeeds. Then each run uses a radius between the largest that failed and the
-    smallest distance found.
-    """
+    """Searches for closer adversarial examples: radii double until a run succeeds, and then close in on the nearest."""
     single = replace(attack, restarts=1)
     every = torch.arange(len(images), device=images.device)
     failed = torch.where(found.broken, 0.0, eps)

@@ -164,7 +164,7 @@ def _watching(layers: Mapping[str, Holder], see: Callable[[str, Tensor], object]
     """Calls ``see(path, rows)`` with the rows (G, T, M) that a layer multiplies, in parts, whenever it runs.
 
     The values of L2 attention multiply u = Σ_j P_ij y_j W_hᵀ/√d in head h. They are seen as v = Σ_j P_ij y_j, whose
-    dimension is that of a head; :func:`_mixing` leads from v to u.
+    dimension is that of a head.
     """
     with contextlib.ExitStack() as stack:
         for name, module in layers.items():
@@ -174,12 +174,6 @@ def _watching(layers: Mapping[str, Holder], see: Callable[[str, Tensor], object]
             else:
                 stack.enter_context(module.register_forward_hook(_hook(name, see)))
         yield
-
-
-def _mixing(attention: L2Attention) -> Tensor:
-    """W_hᵀ/√d for each head, (heads, head_dim, dim): u = v times it."""
-    queries: Tensor = attention.q.weight.detach().unflatten(0, (attention.num_heads, -1))
-    return queries * attention.scale
 
 
 def _value_hook(name: str, module: L2Attention, see: Callable[[str, Tensor], object]) -> Callable[..., Tensor]:
@@ -235,7 +229,9 @@ def _one_pass(
         raise InputError("no images to collect moments from; give batches of at least as many images as mini-batches")
     for name, module in layers.items():
         if isinstance(module, L2Attention):
-            through = _mixing(module).to(moments[name].second)
+            # u = v W_hᵀ/√d, see _watching.
+            queries = module.q.weight.detach().unflatten(0, (module.num_heads, -1))
+            through = (queries * module.scale).to(moments[name].second)
             moments[name].second = through.mT @ moments[name].second @ through
         moments[name].all_reduce()
         moments[name].second = moments[name].second.cpu()

@@ -202,10 +202,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
 
 
 def _fill(model: Model, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
-    """Replaces the model's tensors by those of the file, one by one, so that they are not all in memory twice.
-
-    Floating-point tensors are converted to ``dtype``, where it is given.
-    """
+    """Replaces the model's tensors by those of the file, in ``dtype``, one by one, so that none is in memory twice."""
     tensors = _state(model, keep_vars=True)
     if tensors.keys() != shapes.keys():
         raise ValueError("tensors are missing, or there are too many")

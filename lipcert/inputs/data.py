@@ -224,7 +224,9 @@ def open_images(
         if named:
             source = open_named(spec, purpose)
         else:
-            source = _open_path(spec, purpose, count, known, classes, None if labels is None else LabelList(labels))
+            path, place, split = place_of(spec)
+            label_list = None if labels is None else LabelList(labels)
+            source = ImageFiles(_files_of(path, place), purpose, split, count, known, classes, label_list)
         images = _ReadImages(spec, source, transform, count, known, limit)
     given = {"classes": classes, "labels": labels}
     images.lists = {key: os.path.abspath(path) for key, path in given.items() if path is not None}
@@ -410,18 +412,10 @@ def _opened(file: Any) -> Image.Image:
     return Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
-def _open_path(
-    spec: str,
-    purpose: Purpose,
-    count: int,
-    known: Sequence[str],
-    classes: str | os.PathLike[str] | None,
-    labels: LabelList | None,
-) -> Any:
-    path, spec, split = place_of(spec)
+def _files_of(path: Path, spec: str) -> Files:
+    """The images of a folder, an archive, or a file that is one."""
     if path.is_file() and path.suffix.lower() in SUFFIXES:
-        one = Files(spec, lambda name: path.open("rb"), [path.name])
-        return ImageFiles(one, purpose, split, count, known, classes, labels)
+        return Files(spec, lambda name: path.open("rb"), [path.name])
     if not path.is_dir() and path.suffix.lower() != ".tar":
         raise InputError(f"{spec} is neither an image nor a folder or a .tar of images; archives are unpacked first")
     try:
@@ -435,7 +429,7 @@ def _open_path(
     if not files.images:
         others = f"; {sum(files.others.values())} files of other formats" if files.others else ""
         raise InputError(f"{spec} holds no images ({', '.join(sorted(SUFFIXES))}){others}")
-    return ImageFiles(files, purpose, split, count, known, classes, labels)
+    return files
 
 
 def order_of(count: int, limit: int | None) -> Sequence[int]:

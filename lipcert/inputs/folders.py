@@ -281,10 +281,7 @@ def split_in(folder: str, whole: bool = False) -> str | None:
 
 
 def _splits_of(files: Files) -> dict[str, str]:
-    """The folder of each split, where the root is a root of splits; {} otherwise.
-
-    It is one if all of its folders with images have names of splits, or if those that have share class names.
-    """
+    """The folder of each split, if all folders with images are named like splits, or those that are share classes."""
     used = {path.partition("/")[0] if "/" in path else "" for path in files.images}
     tops = [name for name in files.tops() if name in used]
     inner = {name: {*files.below(name).tops()} for name in tops if split_in(name)}

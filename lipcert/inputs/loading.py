@@ -143,16 +143,14 @@ def load(
 
 @torch.no_grad()
 def _frozen(net: nn.Module) -> nn.Module:
-    """A copy of a network in which parametrised tensors are plain ones, with the values they have now.
-
-    ``remove_parametrizations`` would change the network that was copied too: the two share their classes.
-    """
+    """A copy of a network in which parametrised tensors are plain ones, with the values they have now."""
     try:
         net = copy.deepcopy(net)
     except (RuntimeError, TypeError) as error:
         raise InputError(
             f"the network cannot be copied: {first_line(error)}; load its state_dict() into a new one"
         ) from error
+    # remove_parametrizations would change the network that was copied too: the two share their classes.
     for module in [module for module in net.modules() if parametrize.is_parametrized(module)]:
         values = {name: getattr(module, name) for name in module.get_submodule("parametrizations")._modules}
         module.__class__ = parametrize.type_before_parametrizations(module)
@@ -292,10 +290,7 @@ class _Normalised(nn.Module):
 
 
 def _normalised(net: nn.Module, pixels: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A network with arithmetic in place of torchvision's ``Normalize`` in an ``nn.Sequential``, and settings.
-
-    Behind a normalisation in front, pixels need no other.
-    """
+    """A network with arithmetic in place of torchvision's ``Normalize``; behind one in front, pixels need no other."""
     kinds = (Normalize, Normalize2)
     if type(net) is nn.Sequential and any(isinstance(part, kinds) for part in net):
         if isinstance(net[0], kinds):

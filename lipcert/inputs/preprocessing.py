@@ -57,14 +57,9 @@ class Preprocessing:
     @staticmethod
     def of_summary(entries: Mapping[str, Any]) -> Preprocessing:
         """The preprocessing recorded in a summary."""
+        recorded = {name: entries.get(name) for name in ("mean", "std", "crop_pct", "interpolation")}
         size = entries.get("input_size")
-        return Preprocessing(
-            mean=entries.get("mean"),
-            std=entries.get("std"),
-            crop_pct=entries.get("crop_pct"),
-            input_size=size[1:] if isinstance(size, list) else None,
-            interpolation=entries.get("interpolation"),
-        )
+        return Preprocessing(input_size=size[1:] if isinstance(size, list) else None, **recorded)
 
     def stated(self, channels: int) -> dict[str, Any]:
         """What is given of the mean, the standard deviation and the input size, as arguments of ``lipcert.load``."""

@@ -286,10 +286,7 @@ def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathL
 
 
 def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str] | None:
-    """The state dict as timm's filter of the architecture gives it, and what that did; None where it finds no names.
-
-    The numbers are those of the file: none are made up, and position embeddings alone are resized.
-    """
+    """The state dict by timm's filter, of the same numbers but for resized positions, and what it did; or None."""
     rename = getattr(sys.modules.get(type(net).__module__), "checkpoint_filter_fn", None)
     if rename is None:
         return None

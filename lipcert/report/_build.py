@@ -64,10 +64,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
 
 
 def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first.
-
-    δ is 0 if all radii are deterministic.
-    """
+    """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first."""
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
     smoothed, medians = any(run.smoothed for run in runs), any(_median(run) for run in runs)
     cells: list[tuple[bool, str, Callable[[Run, float, str], str]]] = [
@@ -161,13 +158,7 @@ def _others(run: Run) -> list[tuple[str, str]]:
 
 
 def report(runs: Sequence[Run], named: Eps = (), *, figures: bool = True) -> Document:
-    """The whole report, most important parts first.
-
-    Args:
-        runs: at least one; several are compared.
-        named: ε at which tables show results; by default those of the runs.
-        figures: whether to draw with matplotlib; otherwise the curve is a table.
-    """
+    """The whole report, most important parts first; without ``figures``, which need matplotlib, curves are tables."""
     eps = radii_of_interest(runs, named)
     several = len(runs) > 1
     name = title(runs[0]) if len(by_model(runs)) == 1 else f"{len(runs)} results"
@@ -326,15 +317,14 @@ def _settings(run: Run) -> list[str]:
         *([("attack", run.attack)] if run.attacked else []),
         ("seconds", f"{run.seconds:.1f}"),
         ("lipcert", f"{summary.get('lipcert', '–')}; this report: {version()}"),
-        *((str(key), _in_words(value)) for key, value in summary.get("environment", {}).items()),
+        *(
+            (str(key), ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value))
+            for key, value in summary.get("environment", {}).items()
+        ),
     ]
     command = summary.get("command")
     shell = code(command if isinstance(command, str) else shlex.join(command)) if command else ""
     return [table(("", ""), rows, numbers=False), *([shell] if shell else [])]
-
-
-def _in_words(value: Any) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
 
 
 def _global(bound: Mapping[str, Any]) -> str:

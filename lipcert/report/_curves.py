@@ -26,16 +26,6 @@ def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:
     return (len(above) - np.searchsorted(above, eps, side="right")) / len(values)
 
 
-def certified_curve(run: Run, eps: Array) -> Array:
-    """Share of correct images with a radius larger than ε, shape (K,): a lower bound on robust accuracy."""
-    return share_above(run.radii, run.right, eps)
-
-
-def attack_curve(run: Run, eps: Array) -> Array:
-    """Share of correct images that no attack broke within ε, shape (K,): an upper bound on robust accuracy."""
-    return share_above(run.broken_at, run.right, eps)
-
-
 def steps(values: Array, start: float, end: float) -> Array:
     """The ε in (start, end) at which a curve changes, ascending, with both ends added."""
     inside = np.unique(values[(values > start) & (values < end)])

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
-from lipcert.report._curves import attack_curve, certified_curve, span, steps
+from lipcert.report._curves import share_above, span, steps
 from lipcert.report._words import lower_bound, right, upper_bound
 from lipcert.results import Run
 
@@ -101,7 +101,7 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
     for i, run in enumerate(runs):
         colour = _COLOURS[i % len(_COLOURS)]
         eps = steps(np.concatenate([run.radii, run.broken_at]), start, end)
-        lower, upper = 100 * certified_curve(run, eps), 100 * attack_curve(run, eps)
+        lower, upper = (100 * share_above(values, run.right, eps) for values in (run.radii, run.broken_at))
         one = len(runs) == 1
         name = f"{_short(run)}, {run.holds_for}" if run.smoothed else _short(run)
         marks: dict[str, Any] = {"color": colour, "clip_on": False}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from decimal import ROUND_FLOOR, Context, Decimal
 
 from timm import is_model
 from timm.data import ImageNetInfo
@@ -12,6 +11,7 @@ from timm.data import ImageNetInfo
 from lipcert.inputs.classes import printable
 from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run
+from lipcert.settings import shown
 
 IMAGENET = 1000  # classes of ImageNet-1k
 
@@ -90,13 +90,8 @@ def class_name(run: Run, number: int) -> str:
 
 
 def radius(value: float) -> str:
-    """A radius with three digits, rounded down."""
-    if value >= UNBOUNDED:
-        return "unbounded"
-    if value == 0:
-        return "0"
-    rounded = Context(prec=3, rounding=ROUND_FLOOR).create_decimal(Decimal(value))
-    return f"{rounded:f}" if 1e-3 <= value < 1e4 else f"{rounded:.2e}"
+    """A radius, rounded down."""
+    return "unbounded" if value >= UNBOUNDED else shown(value)
 
 
 def lower_bound(run: Run) -> str:

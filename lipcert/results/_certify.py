@@ -7,7 +7,6 @@ import html
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from decimal import ROUND_FLOOR, Context, Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from lipcert.numerics import Certificates
 from lipcert.results._files import ResultFile
 from lipcert.results._rows import rows
 from lipcert.results.description import describe
-from lipcert.settings import SMOOTHING, CertifySettings, settings_of, takes
+from lipcert.settings import SMOOTHING, CertifySettings, settings_of, shown, takes
 from lipcert.smoothing import SmoothedCertificates, Smoothing
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class Result(Certificates):
         lines = [f"<p>{html.escape(repr(self)[1:-1])}</p>", "<table><tr>"]
         lines += [*(f"<th>{name}</th>" for name in columns), "</tr>"]
         for row in self._rows[:_SHOWN]:
-            cells = (_down(row[name]) if name == "radius" else html.escape(str(row[name])) for name in columns)
+            cells = (shown(row[name]) if name == "radius" else html.escape(str(row[name])) for name in columns)
             lines.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         hidden = len(self) - _SHOWN
         return "".join([*lines, "</table>", f"<p>and {hidden} more</p>" if hidden > 0 else ""])
@@ -215,8 +214,3 @@ def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | Non
     for batch in images:
         pixels, classes = pair_of(batch)
         yield pixels[None] if pixels.dim() == 3 else pixels, classes
-
-
-def _down(radius: float) -> str:
-    """A radius with four digits, rounded down."""
-    return f"{Context(prec=4, rounding=ROUND_FLOOR).create_decimal(Decimal(radius)):g}"

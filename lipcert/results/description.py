@@ -38,7 +38,7 @@ def describe(
             "code_hash": code_hash,
             **({"logits": ONE_LOGIT} if certifier.notes.get("labels") == ONE_LOGIT else {}),
         },
-        "example_logits": [[z if math.isfinite(z) else None for z in one] for one in logits],
+        "example_logits": [list(map(_finite, one)) for one in logits],
         **certifier.settings.described(),
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,
@@ -68,19 +68,19 @@ def describe(
 
 
 def _described(bound: Bound) -> dict[str, Any]:
-    """A global bound with the gains of its layers; None for infinite numbers."""
+    """A global bound with the gains of its layers."""
     return {
-        "value": bound.value if math.isfinite(bound.value) else None,
-        "log10": bound.log10 if math.isfinite(bound.log10) else None,
+        "value": _finite(bound.value),
+        "log10": _finite(bound.log10),
         "rigor": bound.rigor,
         "delta": bound.delta,
         "method": bound.method,
         "layers": [
-            {
-                "path": x.path,
-                "operation": x.operation,
-                "log10_gain": x.log10_gain if math.isfinite(x.log10_gain) else None,
-            }
-            for x in bound.layers
+            {"path": x.path, "operation": x.operation, "log10_gain": _finite(x.log10_gain)} for x in bound.layers
         ],
     }
+
+
+def _finite(number: float) -> float | None:
+    """The number; None for one that JSON does not have."""
+    return number if math.isfinite(number) else None

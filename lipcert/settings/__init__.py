@@ -11,7 +11,7 @@ from lipcert.settings._certify import (
     parse_eps,
 )
 from lipcert.settings._constrain import ENGINES, MEASURE_NAMES, ConstrainSettings
-from lipcert.settings._fields import COUNT, INSIDE, check, one_of, option, parse_memory, settings_of, takes
+from lipcert.settings._fields import COUNT, INSIDE, check, one_of, option, parse_memory, settings_of, shown, takes
 from lipcert.settings._finetune import GLOBAL, LOSSES, SCHEDULES, FinetuneSettings, MaxNorm
 from lipcert.settings._methods import (
     DETERMINISTIC,

@@ -77,7 +77,12 @@ class ConstrainSettings:
             raise InputError(
                 f"the faithful engine lowers l1 and not {self.lowered}; choose the measure l1 or the engine exact"
             )
-        self._check_faithful()
+        faithful = ("beta", "quantile", "relaxation", "projection_epochs", "mini_batches")
+        named = [name for name in faithful if getattr(self, name) is not None]
+        if self.engine != "faithful" and (named or self.point != POINTS[0]):
+            raise InputError(f"{', '.join(named) or 'point'}: for the engine faithful only")
+        if self.beta is not None and self.quantile is not None:
+            raise InputError("beta is the threshold, and quantile the share of weights below it; give one of them")
         if self.layers is not None:
             names = self.layers.split(",") if isinstance(self.layers, str) else self.layers
             object.__setattr__(self, "layers", tuple(name.strip() for name in names))
@@ -86,16 +91,6 @@ class ConstrainSettings:
     def lowered(self) -> str:
         """The measure: that of the engine, if none was given."""
         return self.measure or ("l1" if self.engine == "faithful" else MEASURE_NAMES[0])
-
-    def _check_faithful(self) -> None:
-        """Refuses options of the engine faithful for the other one, and those that contradict each other."""
-        faithful = ("beta", "quantile", "relaxation", "projection_epochs", "mini_batches")
-        if self.engine != "faithful":
-            names = [name for name in faithful if getattr(self, name) is not None]
-            if names or self.point != POINTS[0]:
-                raise InputError(f"{', '.join(names) or 'point'}: for the engine faithful only")
-        if self.beta is not None and self.quantile is not None:
-            raise InputError("beta is the threshold, and quantile the share of weights below it; give one of them")
 
     def solver_options(self) -> dict[str, Any]:
         """The given options of the engine's solver, besides error and measure."""

@@ -186,8 +186,8 @@ class FinetuneSettings:
 
     def eps_at(self, done: float) -> float:
         """ε at the fraction ``done`` of the run (Huang et al. 2021, equation 28)."""
-        first, last, share = self.ramp or LOSSES[self.loss].ramp
-        return self.eps * (first + (last - first) * (min(done / share, 1.0) if share else 1.0))
+        first, last, _ = self.ramp or LOSSES[self.loss].ramp
+        return self.eps * (first + (last - first) * self.mixture_at(done))
 
     def mixture_at(self, done: float) -> float:
         """λ of the losses with local bounds, which rises from 0 to 1 with ε (Huang et al. 2021, equation 29)."""

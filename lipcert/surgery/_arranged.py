@@ -99,20 +99,17 @@ class L2SetAttention(L2Attention):
         shared_rel_pos: Tensor | None = None,
         shared_rel_pos_bias: Tensor | None = None,
     ) -> Tensor:
-        """Attention within each set.
+        """Attention within each set, for tokens and a result in the module's arrangement.
 
         Args:
-            x: tokens in the module's arrangement.
+            x: tokens.
             size: the image's (height, width), for ``windows``; other arrangements ignore it.
             mask: added to the logits, shape (windows, tokens, tokens), as Swin passes it.
             shared_rel_pos: a bias shared between layers, broadcasting to (1, heads, tokens, tokens).
-            shared_rel_pos_bias: the same under BEiT's name.
-
-        Returns:
-            The result in the same arrangement.
+            shared_rel_pos_bias: that of BEiT.
         """
         bias = self.position_bias()
-        for term in (_by_window(mask), shared_rel_pos, shared_rel_pos_bias):
+        for term in (None if mask is None else mask.unsqueeze(1), shared_rel_pos, shared_rel_pos_bias):
             if term is not None:
                 term = term.repeat(x.shape[0] // term.shape[0], 1, 1, 1) if term.shape[0] > 1 else term
                 bias = term if bias is None else bias + term
@@ -205,7 +202,7 @@ class L2SetAttention(L2Attention):
         """For each head the distinct biases of its sets, float64, shape (tokens, tokens); None if there are none."""
         parts = [part.detach().cpu().double() for part in (shared, self._fixed_bias()) if part is not None]
         if mask is not None:
-            parts.append(_by_window(worst_masks(mask.detach().cpu().double(), reach)))
+            parts.append(worst_masks(mask.detach().cpu().double(), reach).unsqueeze(1))
         if not parts:
             return None
         if any(n not in (1, tokens) for part in parts for n in part.shape[-2:]):
@@ -328,10 +325,7 @@ class L2RotaryAttention(L2Attention):
         return channels[..., ::2], channels[..., 1::2]
 
     def _turned(self, y: Tensor, rope: Tensor | None, way: int) -> Tensor:
-        """R_i y_i for ``way`` 1, R_iᵀ y_i for −1; shape (N, heads, tokens, d).
-
-        R_i maps a pair to (c₁a − s₁b, s₂a + c₂b).
-        """
+        """R_i y_i for ``way`` 1, R_iᵀ y_i for −1, (N, heads, tokens, d); R_i maps a pair to (c₁a − s₁b, s₂a + c₂b)."""
         if rope is None:
             return y
         sine, cosine = rope.to(y.dtype).chunk(2, -1)
@@ -433,8 +427,3 @@ class PairBias(nn.Module):
     def forward(self) -> Tensor:
         tokens = math.isqrt(self.coordinates.shape[0])
         return self.mlp(self.coordinates).T.reshape(-1, tokens, tokens)
-
-
-def _by_window(mask: Tensor | None) -> Any:
-    """Reshapes (windows, tokens, tokens) to (windows, 1, tokens, tokens)."""
-    return None if mask is None else mask.unsqueeze(1)

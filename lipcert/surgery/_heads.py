@@ -15,16 +15,12 @@ _PROBES = 256
 
 @dataclass(frozen=True)
 class Heads:
-    """The linear maps of dot-product attention with logits q_i·k_j/√d, head by head, in float64.
+    """The linear maps of dot-product attention with logits q_i·k_j/√d, head by head, in float64."""
 
-    Queries and keys have the shape (heads, dim, d), values (heads, dim, d_v), and their bias (heads·d_v,), if there is
-    one.
-    """
-
-    queries: Tensor
+    queries: Tensor  # (heads, dim, d)
     keys: Tensor
-    values: Tensor
-    value_bias: Tensor | None
+    values: Tensor  # (heads, dim, d_v)
+    value_bias: Tensor | None  # (heads·d_v,)
 
 
 def heads_of(module: nn.Module, packing: str, tokens: Tensor | None) -> Heads:

@@ -17,8 +17,10 @@ times the factor that gives a token of norm N the same length after the projecti
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipcert.surgery._attention import L2Attention
 from lipcert.surgery._heads import Heads
@@ -71,12 +73,13 @@ def _moments(tokens: Tensor | None, like: Tensor, dim: int) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def calibrate_projection(new: _Projection, norm: nn.Module, tokens: Tensor) -> None:
+def calibrate_projection(new: _Projection, norm: Any, tokens: Tensor) -> None:
     """Sets ``radius``, ``weight`` and ``bias`` of ``new``."""
     tokens = new.rows(tokens).double()
     if new.centred:
         tokens = tokens - tokens.mean(-1, keepdim=True)
-    size, eps = tokens.shape[-1], epsilon(norm)
+    # For None, torch's RMSNorm uses float32's epsilon.
+    size, eps = tokens.shape[-1], torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
     typical = torch.linalg.vector_norm(tokens, dim=-1).median()
     radius = typical.clamp(min=(size * eps) ** 0.5)
     gain = (typical.square() / size + eps).rsqrt()
@@ -84,9 +87,3 @@ def calibrate_projection(new: _Projection, norm: nn.Module, tokens: Tensor) -> N
         gain = gain * (1 + (typical / radius).square()).sqrt()
     new.radius.copy_(radius)
     new.weight.copy_(gain if norm.weight is None else gain * norm.weight)
-
-
-def epsilon(norm: nn.Module) -> float:
-    """The constant that a normalisation adds to the variance; for None, torch's RMSNorm uses float32's epsilon."""
-    eps = norm.eps
-    return torch.finfo(torch.float32).eps if eps is None else float(eps)  # type: ignore[arg-type]

@@ -57,10 +57,6 @@ def _beit_bias(module: Any) -> nn.Module | None:
     return TableBias(module.relative_position_bias_table, module.relative_position_index)
 
 
-def _head_table(module: Any) -> nn.Module:
-    return TableBias(nn.Parameter(module.attention_biases.detach().T.clone()), module.attention_bias_idxs)
-
-
 def _swin_v2_bias(module: Any) -> nn.Module:
     area = module.window_size[0] * module.window_size[1]
     index = module.relative_position_index.view(area, area)
@@ -72,10 +68,6 @@ def _units(module: Any) -> dict[str, Any]:
     return {"arrangement": "units", "area": module.window_size} if within else {"arrangement": "tokens"}
 
 
-def _windows(module: Any) -> dict[str, Any]:
-    return {"window_size": module.window_size, "table": module.relative_position_bias_table}
-
-
 _ROTARY = Replacement(
     L2RotaryAttention,
     own=lambda m: {"prefix": m.num_prefix_tokens, "by_halves": getattr(m, "rotate_half", False)},
@@ -85,7 +77,9 @@ ATTENTIONS: dict[str, Replacement] = {
     "timm.layers.attention.Attention": Replacement(L2Attention),
     "timm.models.vision_transformer.Attention": Replacement(L2Attention),
     "timm.models.convit.MHSA": Replacement(L2Attention),
-    "timm.models.swin_transformer.WindowAttention": Replacement(L2WindowAttention, own=_windows),
+    "timm.models.swin_transformer.WindowAttention": Replacement(
+        L2WindowAttention, own=lambda m: {"window_size": m.window_size, "table": m.relative_position_bias_table}
+    ),
     "timm.layers.attention.AttentionRope": _ROTARY,
     "timm.models.eva.EvaAttention": _ROTARY,
     "timm.models.beit.Attention": _set(bias=_beit_bias),
@@ -114,7 +108,9 @@ ATTENTIONS: dict[str, Replacement] = {
     ),
     "timm.models.visformer.Attention": _set(arrangement="channels"),
     "timm.models.fastvit.Attention": _set(arrangement="channels"),
-    "timm.models.efficientformer.Attention": _set("by head", bias=_head_table),
+    "timm.models.efficientformer.Attention": _set(
+        "by head", lambda m: TableBias(nn.Parameter(m.attention_biases.detach().T.clone()), m.attention_bias_idxs)
+    ),
 }
 
 _QUERY_BIAS = "its position bias is multiplied by the queries, so it depends on the image"
@@ -242,25 +238,18 @@ def class_name(module: nn.Module) -> str:
 
 
 def attention_reason(module: nn.Module) -> str | None:
-    """The reason why an attention module is kept; "" if it is replaced, None if it is not attention.
-
-    A class is attention if it is in a table, or if its name says so and none of its submodules is in a table.
-    """
+    """The reason why an attention module is kept; "" if it is replaced, None if it is not attention."""
     name = class_name(module)
     if name in ATTENTIONS:
         return _refused(module) or _unreadable(module)
     if name in KEPT:
         return KEPT[name]
-    parts = [part for part in module.modules() if part is not module]
     kind = type(module)
-    called = any(word in kind.__name__.lower() for word in ("attention", "attn"))
-    if (
-        called
-        and not kind.__module__.startswith("lipcert.")
-        and not any(class_name(part) in {**ATTENTIONS, **KEPT} for part in parts)
-    ):
-        return "no L2 form is known for this class"
-    return None
+    called = "attention" in kind.__name__.lower() or "attn" in kind.__name__.lower()
+    if not called or kind.__module__.startswith("lipcert."):
+        return None
+    known = any(class_name(part) in {*ATTENTIONS, *KEPT} for part in module.modules())
+    return None if known else "no L2 form is known for this class"
 
 
 def norm_reason(module: nn.Module) -> str | None:

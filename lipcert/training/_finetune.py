@@ -298,10 +298,7 @@ class _Run:
         return torch.optim.AdamW(self.parameters, lr=lr, weight_decay=decay)
 
     def epoch(self, save: Callable[[], None] = lambda: None, until: float = math.inf) -> Epoch | None:
-        """Trains on all batches of the loader once, or on those that a restored state leaves; ``save`` keeps states.
-
-        None if it is stopped within the epoch, as the time is up.
-        """
+        """Trains on the batches that a restored state leaves of an epoch; None if the time is up before its end."""
         started = saved = time.perf_counter()
         restored, now = self.sums.batches, torch.get_rng_state()
         if restored:

@@ -163,11 +163,3 @@ def projections(model: nn.Module) -> Iterator[tuple[str, SmoothProject | LayerPr
     for path, module in _named(model):
         if isinstance(module, (SmoothProject, LayerProject)):
             yield path, module
-
-
-def hold_projections(model: nn.Module, radius: float) -> None:
-    """Gives all projections one radius and a frozen scale of 1, for training from random weights."""
-    for _, module in projections(model):
-        module.radius.fill_(radius)
-        module.weight.data.fill_(1.0)
-        module.weight.requires_grad_(False)
