@@ -30,6 +30,7 @@ from ._parse import parse_duration
 from ._print import start
 
 _option = functools.partial(option, group="Options of the training images")
+_RECIPES = "; ".join(f"{name}, {recipe.kind}" for name, recipe in RECIPES.items())
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ def finetune(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="Defaults for a kind of network: vit, after convert --norm smooth; liresnet, for gloro; noise, for "
-            "smoothing; cnn, for local. By default the one that suits the network, unless --loss is given.",
+            help=f"Defaults for a kind of network: {_RECIPES}. By default what suits it, unless --loss is given.",
             **choice(tuple(RECIPES)),
         ),
     ] = None,

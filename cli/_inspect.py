@@ -1,6 +1,7 @@
 """``lipcert inspect``: the Lipschitz budget of a model, worst first."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,9 +129,9 @@ def _module(layer: "LayerBound") -> str:
 
 def _sums(bound: "Bound", key: "Callable[[LayerBound], str]") -> list[tuple[str, float]]:
     """The sums of positive log10 gains by key, largest first."""
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for layer in bound.layers:
-        sums[key(layer)] = sums.get(key(layer), 0.0) + max(layer.log10_gain, 0.0)
+        sums[key(layer)] += max(layer.log10_gain, 0.0)
     return sorted(sums.items(), key=lambda item: item[1], reverse=True)
 
 

@@ -15,18 +15,17 @@ _LARGEST_SIGMA = 1.0
 
 
 class Recipe(NamedTuple):
-    """Settings and options of the training images for one ``kind`` of network, and where they come from."""
+    """Settings and options of the training images for one ``kind`` of network."""
 
     kind: str
-    source: str
     settings: Mapping[str, Any]
     images: Mapping[str, Any]
 
 
 RECIPES: dict[str, Recipe] = {
     "vit": Recipe(
-        "a small ViT after convert --norm smooth, certified by anchored",
-        "norms of cifar10-vit; loss after Goodfellow et al. 2015, section 4; Muon of Jordan et al. 2024",
+        "after convert --norm smooth",
+        # Norms of cifar10-vit; loss after Goodfellow et al. 2015, section 4; Muon of Jordan et al. 2024.
         {
             "loss": "adversarial",
             "optimizer": "muon",
@@ -39,20 +38,17 @@ RECIPES: dict[str, Recipe] = {
         {"crop": "flip", "batch_size": 128},
     ),
     "liresnet": Recipe(
-        "a network for GloRo certificates, such as liresnet_l6w64",
-        "loss and schedule of ε: Hu et al. 2023, appendix B.1; Muon in place of NAdam for short runs",
+        "for gloro",  # loss and schedule of ε: Hu et al. 2023, appendix B.1; Muon in place of NAdam for short runs
         {"loss": "emma", "optimizer": "muon", "lr": 0.01, "amp": "bfloat16", "channels_last": True},
         {"crop": "shift", "batch_size": 256},
     ),
     "noise": Recipe(
-        "a pretrained network, certified by smoothing",
-        "noise of the level that is certified: Cohen et al. 2019, section 3.3",
+        "for smoothing",  # noise of the level that is certified: Cohen et al. 2019, section 3.3
         {"loss": "noise", "lr": 1e-4, "epochs": 2},
         {"crop": "resized", "batch_size": 64},
     ),
     "cnn": Recipe(
-        "a plain network with ReLU, clipped ReLU or MaxMin, certified by local",
-        "Huang et al. 2021, table 3",
+        "for local",  # Huang et al. 2021, table 3
         {"loss": "local-b", "optimizer": "adam", "lr": 1e-3, "schedule": "exponential"},
         {"crop": "shift", "batch_size": 256},
     ),
