@@ -41,10 +41,10 @@ SUMMARY = {
     "bound": {
         "log10": 2.0,
         "rigor": "deterministic",
-        "layers": [{"path": "net.head", "operation": "linear", "gain": 1}],
+        "layers": [{"path": "net.head", "operation": "linear", "log10_gain": 1}],
     },
     "environment": {"torch": "2"},
-    "command": ["lipcert", "certify", "--out", "a b.jsonl"],
+    "command": "lipcert certify --out 'a b.jsonl'",
     "complete": True,
 }
 RADII = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)

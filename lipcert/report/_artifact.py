@@ -53,8 +53,7 @@ def by_model(runs: Sequence[Run]) -> list[list[Run]]:
 
 def command_of(run: Run) -> list[str]:
     """The command of a run."""
-    command = run.summary.get("command") or ""
-    return shlex.split(command) if isinstance(command, str) else command
+    return shlex.split(run.summary.get("command") or "")
 
 
 def shipped() -> dict[Path, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -235,7 +234,7 @@ def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     """The modules with the largest gains, as paths and log10 gains, largest first; empty if the summary has none."""
     sums: dict[str, float] = {}
     for layer in (summary.get("bound") or {}).get("layers", ()):
-        gain = layer.get("log10_gain", layer.get("gain"))
+        gain = layer.get("log10_gain")
         if gain is not None and gain > 0:
             name = str(layer["path"]).removeprefix("net.") or "(model)"
             sums[name] = sums.get(name, 0.0) + gain
@@ -323,8 +322,7 @@ def _settings(run: Run) -> list[str]:
         ),
     ]
     command = summary.get("command")
-    shell = code(command if isinstance(command, str) else shlex.join(command)) if command else ""
-    return [table(("", ""), rows, numbers=False), *([shell] if shell else [])]
+    return [table(("", ""), rows, numbers=False), *([code(command)] if command else [])]
 
 
 def _global(bound: Mapping[str, Any]) -> str:

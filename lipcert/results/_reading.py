@@ -179,15 +179,12 @@ class Run(Tally):
     @property
     def attack_name(self) -> str:
         """The attack's name."""
-        attack = self.summary.get("attack")
-        return str(attack.get("name", "attack") if isinstance(attack, Mapping) else attack or "attack")
+        return str((self.summary.get("attack") or {}).get("name", "attack"))
 
     @property
     def attack(self) -> str:
         """The attack's name, version and settings, as far as the summary has them."""
-        attack = self.summary.get("attack")
-        if not isinstance(attack, Mapping):
-            return self.attack_name
+        attack = self.summary.get("attack") or {}
         settings = attack.get("settings") or {}
         name = f"{self.attack_name} {attack.get('version', '')}".rstrip()
         return f"{name} ({', '.join(_pairs(settings))})" if settings else name
@@ -363,8 +360,8 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
 
 # The kinds of entries of a summary, and of its model; each may be missing.
 _KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("data", "environment", "class_names", "bound", "preprocessing"), dict),
-    "further_eps": list, "command": (str, list), "complete": bool,
+    **dict.fromkeys(("data", "environment", "class_names", "bound", "preprocessing", "attack"), dict),
+    "further_eps": list, "command": str, "complete": bool,
 }  # fmt: skip
 _KINDS_OF_MODEL = {"source": dict, "weights_hash": str}
 
@@ -379,7 +376,7 @@ def _summary(path: Path) -> Mapping[str, Any]:
             wrong = [name for name, kind in kinds.items() if not isinstance(entries.get(name), (kind, NoneType))]
             if wrong:
                 raise ValueError(f"of another kind: {', '.join(wrong)}")
-        shlex.split(summary["command"]) if isinstance(summary.get("command"), str) else ()
+        shlex.split(summary.get("command") or "")
     except OSError as error:
         raise InputError(f"{path} has no summary {beside.name} beside it; copy both, or give another file") from error
     except DAMAGED as error:

@@ -79,8 +79,8 @@ def _removed_of(run: Run) -> list[int]:
 
 def attack_of(run: Run) -> Attack | None:
     """The attack of a run if its result can be recomputed; otherwise None."""
-    attack = run.summary.get("attack")
-    if not isinstance(attack, Mapping) or (attack.get("name"), attack.get("version")) != (PGD.name, PGD.version):
+    attack = run.summary.get("attack") or {}
+    if (attack.get("name"), attack.get("version")) != (PGD.name, PGD.version):
         return None
     try:
         return PGD(**attack["settings"])
