@@ -173,7 +173,6 @@ def test_settings_that_cannot_be_used(ways, word):
 
 def test_attacks_by_name():
     assert attack_named("pgd") == PGD()
-    assert attack_named(None) is None
     assert identity(None) is None
     assert identity(PGD(steps=7)) == {
         "name": "pgd-l2",

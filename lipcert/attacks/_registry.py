@@ -37,13 +37,11 @@ ATTACKS: dict[str, Callable[[], Attack]] = {
 }
 
 
-def attack_named(attack: str | Attack | None) -> Attack | None:
-    """The attack with a name; attacks and None are returned unchanged."""
-    if not isinstance(attack, str):
-        return attack
-    if attack not in ATTACKS:
-        raise InputError(f"there is no attack {attack!r}; choose one of {', '.join(ATTACKS)}")
-    return ATTACKS[attack]()
+def attack_named(name: str) -> Attack:
+    """The attack of this name."""
+    if name not in ATTACKS:
+        raise InputError(f"there is no attack {name!r}; choose one of {', '.join(ATTACKS)}")
+    return ATTACKS[name]()
 
 
 def identity(attack: Attack | None) -> dict[str, Any] | None:

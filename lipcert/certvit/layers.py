@@ -76,7 +76,7 @@ def choose(model: Model, names: Iterable[str] | None) -> tuple[dict[str, Layer],
         chosen = {path: layer for path, layer in layers.items() if not obstacles[path]}
         untouched = [(path, reason) for path, reason in obstacles.items() if reason]
     else:
-        requested = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+        requested = list(names)
         for name in requested:
             if name not in layers:
                 raise InputError(_unknown(name, model.net, layers))

@@ -17,7 +17,7 @@ import timm
 import torch
 from huggingface_hub import constants as hub_constants
 from huggingface_hub import errors as hub_errors
-from timm.models import load_model_config_from_hf
+from timm.models._hub import load_model_config_from_hf, load_model_config_from_path
 from torch import nn
 
 import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
@@ -71,8 +71,6 @@ def rebuild_recipe(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not name.startswith((*HUB, FOLDER)):
         return {"name": name, "arguments": explicit}
     if name.startswith(FOLDER):
-        from timm.models._hub import load_model_config_from_path  # newer than timm 1.0.0, like local-dir: itself
-
         config, architecture, saved = load_model_config_from_path(name.removeprefix(FOLDER))
     else:
         cache = {"cache_dir": arguments["cache_dir"]} if arguments.get("cache_dir") else {}
