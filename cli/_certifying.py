@@ -121,7 +121,7 @@ class _Outcome:
 
     @property
     def certified(self) -> float:
-        """The fraction of images that are certified at ε, and predicted correctly if labels are earlier."""
+        """The fraction of images that are certified at ε, and predicted correctly if labels are known."""
         return self.run.certified_at(self.run.eps) / max(len(self.run), 1)
 
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lipcert
-from lipcert.attacks import ATTACKS, PGD, Adversarial, AutoAttack, attack_named, identity, pgd, project, smallest
+from lipcert.attacks import ATTACKS, PGD, Adversarial, AutoAttack, attack_named, pgd, project, smallest
 from lipcert.attacks._found import check, lead
 from lipcert.certifier import Certifier
 from lipcert.errors import BrokenCertificate, InputError
+from lipcert.settings import CertifySettings
 
 
 def linear_model(weight, bias=None, size=(1, 2, 2)) -> lipcert.Model:
@@ -173,8 +174,8 @@ def test_settings_that_cannot_be_used(ways, word):
 
 def test_attacks_by_name():
     assert attack_named("pgd") == PGD()
-    assert identity(None) is None
-    assert identity(PGD(steps=7)) == {
+    described = CertifySettings(0.1, attack=PGD(steps=7)).described()
+    assert described["attack"] == {
         "name": "pgd-l2",
         "version": "1",
         "settings": {"steps": 7, "restarts": 3, "seed": 0},

@@ -8,6 +8,6 @@ from lipcert.attacks._autoattack import AutoAttack
 from lipcert.attacks._ball import project
 from lipcert.attacks._found import Adversarial
 from lipcert.attacks._pgd import PGD, pgd, smallest
-from lipcert.attacks._registry import ATTACKS, Attack, attack_named, identity
+from lipcert.attacks._registry import ATTACKS, Attack, attack_named
 
 __all__ = ["Adversarial", "AutoAttack", "PGD", "pgd"]

@@ -42,8 +42,3 @@ def attack_named(name: str) -> Attack:
     if name not in ATTACKS:
         raise InputError(f"there is no attack {name!r}; choose one of {', '.join(ATTACKS)}")
     return ATTACKS[name]()
-
-
-def identity(attack: Attack | None) -> dict[str, Any] | None:
-    """Name, version and settings, as values that JSON can represent."""
-    return None if attack is None else {"name": attack.name, "version": attack.version, "settings": attack.settings}

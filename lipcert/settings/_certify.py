@@ -172,10 +172,8 @@ class CertifySettings:
     def described(self) -> dict[str, Any]:
         """All fields as JSON values, for the summary of a run."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        if self.attack is not None:
-            from lipcert.attacks import identity
-
-            values["attack"] = identity(values["attack"])
+        if (attack := values["attack"]) is not None:
+            values["attack"] = {"name": attack.name, "version": attack.version, "settings": attack.settings}
         return values
 
 
