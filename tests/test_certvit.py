@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moments import from_rows
+from moments import constrain_matrix, from_rows
 from torch import nn
 
 from lipcert.certvit import (
@@ -21,7 +21,6 @@ from lipcert.certvit import (
     Moments,
     Task,
     constrain_blockwise,
-    constrain_matrix,
     solve_layers,
     stream,
 )

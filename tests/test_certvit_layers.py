@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from moments import from_rows
+from moments import constrain_matrix, from_rows
 from PIL import Image
 from torch import nn
 from typer.testing import CliRunner
 
 import lipcert
-from lipcert.certvit import constrain_blockwise, constrain_matrix
+from lipcert.certvit import constrain_blockwise
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save

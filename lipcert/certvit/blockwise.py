@@ -8,7 +8,7 @@ half-spaces (Combettes 2000, "Strong convergence of block-iterative outer approx
 methods for convex optimization").
 
 The iteration is transiently chaotic: two correct implementations agree over the first steps and at the limit, but not
-in between. It serves for comparison; :func:`lipcert.certvit.solve.constrain_matrix` solves the same problem exactly.
+in between. It serves for comparison; :func:`lipcert.certvit.solve.constrain_layer` solves the same problem exactly.
 """
 
 from __future__ import annotations

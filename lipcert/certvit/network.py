@@ -55,7 +55,7 @@ def constrain(
 
     The weight of each layer is replaced by the weight with the smallest ``measure`` whose outputs, for the inputs of
     the layer in the original network, have a relative error of at most ``error``; see
-    :func:`lipcert.certvit.constrain_matrix`. A convolution is the matrix that multiplies its patches. The errors of the
+    :func:`lipcert.certvit.constrain_layer`. A convolution is the matrix that multiplies its patches. The errors of the
     layers add up in the network, so check accuracy and agreement. ``model.constraint`` holds a
     :class:`ConstraintReport`, and ``model.recipe`` gains a step. A layer that cannot be solved is reported and stays
     unchanged. After an error the whole model is unchanged.

@@ -98,29 +98,6 @@ class _Point:
     bounding: Tensor | None = None  # the point whose outward direction gave the best lower bound
 
 
-def constrain_matrix(
-    weight: Tensor,
-    moments: Moments,
-    error: float = 1e-2,
-    measure: str = "spectral",
-    *,
-    tolerance: float = 1e-3,
-    iterations: int = ITERATIONS,
-) -> Solution:
-    """The weight with the smallest measure whose outputs have a relative error of at most ``error``.
-
-    ``error`` is a ratio of norms, ‖W X − Y‖_F / ‖Y‖_F over all rows x_t, not a ratio of squares: 1e-2 means that the
-    squared error is 1e-4 of the squared norm. Biases are unchanged and do not enter. Each of G groups has its own
-    constraint and its own smallest norm.
-
-    ``clip`` and ``rescale`` are baselines in closed form. ``clip`` lowers the singular values of W_pre to the level at
-    which the constraint holds with equality; ``rescale`` multiplies W_pre by 1 − error. The norm of ``clip`` is at most
-    that of ``rescale``: at the level (1 − error) σ₁ every singular value falls by at most the fraction ``error``.
-    ``spectral`` starts from the point of ``clip`` and keeps the best point, so its norm is at most that of ``clip``.
-    """
-    return constrain_layer(weight, moments, error, (measure,), tolerance=tolerance, iterations=iterations)[measure]
-
-
 def constrain_layer(
     weight: Tensor,
     moments: Moments,
@@ -131,7 +108,17 @@ def constrain_layer(
     iterations: int = ITERATIONS,
     norm: Callable[[Tensor], float] | None = None,
 ) -> dict[str, Solution]:
-    """The solutions of :func:`constrain_matrix` for several measures, which share the eigenvectors of the moments."""
+    """For each measure the weight with the smallest one whose outputs have a relative error of at most ``error``.
+
+    ``error`` is a ratio of norms, ‖W X − Y‖_F / ‖Y‖_F over all rows x_t, not a ratio of squares: 1e-2 means that the
+    squared error is 1e-4 of the squared norm. Biases are unchanged and do not enter. Each of G groups has its own
+    constraint and its own smallest norm.
+
+    ``clip`` and ``rescale`` are baselines in closed form. ``clip`` lowers the singular values of W_pre to the level at
+    which the constraint holds with equality; ``rescale`` multiplies W_pre by 1 − error. The norm of ``clip`` is at most
+    that of ``rescale``: at the level (1 − error) σ₁ every singular value falls by at most the fraction ``error``.
+    ``spectral`` starts from the point of ``clip`` and keeps the best point, so its norm is at most that of ``clip``.
+    """
     if not 0 < error < 1:
         raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
     if not torch.isfinite(weight).all():
