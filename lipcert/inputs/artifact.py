@@ -314,7 +314,8 @@ def check_rebuilds(model: Model) -> None:
                 f"{path or 'the network'} is a {type(part).__name__}, timm builds a {type(kinds[path]).__name__}, and "
                 f"no file rebuilds it; build {model.source['name']} anew, load_state_dict(..., strict=False), save it"
             )
-    if _structure(net) == _structure(model.net) and _agrees(net, model) and not _altered(model):
+    altered = model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model)
+    if _structure(net) == _structure(model.net) and _agrees(net, model) and not altered:
         return
     if model.presumed:
         raise InputError(
@@ -353,11 +354,6 @@ def _agrees(net: nn.Module, model: Model) -> bool:
         return True
     same = rebuilt.shape == actual.shape
     return same and bool((rebuilt - actual).abs().amax() <= 1e-9 * spread + 1e-12 * actual.abs().amax())
-
-
-def _altered(model: Model) -> bool:
-    """Whether the module around the network has hooks, or another forward."""
-    return bool(model._forward_hooks or model._forward_pre_hooks or "forward" in vars(model))
 
 
 def _built(name: str, arguments: Mapping[str, Any], recipe: Sequence[Mapping[str, Any]]) -> nn.Module:

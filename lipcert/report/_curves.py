@@ -26,12 +26,6 @@ def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:
     return (len(above) - np.searchsorted(above, eps, side="right")) / len(values)
 
 
-def steps(values: Array, start: float, end: float) -> Array:
-    """The ε in (start, end) at which a curve changes, ascending, with both ends added."""
-    inside = np.unique(values[(values > start) & (values < end)])
-    return np.concatenate([[start], inside, [end]])
-
-
 def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
     """The range of ε to show, and the kind of scale."""
     radii = np.concatenate([run.radii[run.right] for run in runs])

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 import numpy as np
 
-from lipcert.report._curves import share_above, span, steps
+from lipcert.report._curves import share_above, span
 from lipcert.report._words import lower_bound, right, upper_bound
 from lipcert.results import Run
 
@@ -100,7 +100,8 @@ def _draw_curve(runs: Sequence[Run], start: float, end: float, logarithmic: bool
     axes.grid(axis="y", color="0.5", alpha=0.25, linewidth=0.8)
     for i, run in enumerate(runs):
         colour = _COLOURS[i % len(_COLOURS)]
-        eps = steps(np.concatenate([run.radii, run.broken_at]), start, end)
+        changes = np.unique(np.concatenate([run.radii, run.broken_at]))
+        eps = np.array([start, *changes[(changes > start) & (changes < end)], end])
         lower, upper = (100 * share_above(values, run.right, eps) for values in (run.radii, run.broken_at))
         one = len(runs) == 1
         name = f"{_short(run)}, {run.holds_for}" if run.smoothed else _short(run)

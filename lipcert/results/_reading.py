@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lipcert.errors import InputError
 from lipcert.inputs.classes import printable
 from lipcert.inputs.preprocessing import in_words
-from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, mixed, same, same_logits
+from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_logits
 from lipcert.results._statistics import Tally
 from lipcert.settings import NAMES, STAGED, CertifySettings, noise_fields, parse_eps, settings_of
 
@@ -353,7 +353,7 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
             rows[place] = row  # with more draws of the same image
         else:
             rows.append(row)
-    if mixed(rows):
+    if len({row["index"] for row in rows}) < len(rows) or len({"correct" in row for row in rows}) > 1:
         raise InputError(f"{path} mixes rows that do not belong together; certify the images again, into another file")
     return Run(path, summary, rows, len(whole))
 

@@ -120,11 +120,6 @@ def broken_at(row: Mapping[str, Any], eps: float) -> float:
     return eps if row.get("attacked") else math.inf
 
 
-def mixed(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether rows cannot belong to one run: two rows for one image, or labels in only some rows."""
-    return len({row["index"] for row in rows}) < len(rows) or len({"correct" in row for row in rows}) > 1
-
-
 def same_logits(claimed: Any, actual: Any, tolerance: float = 0.02) -> bool:
     """Whether logits on the example images are those of one network, up to a share of the largest; fits bfloat16."""
     numbers = [abs(z) for one in actual or () for z in one if z is not None]
