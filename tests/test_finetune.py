@@ -915,7 +915,7 @@ def test_the_command_writes_an_artifact(folder) -> None:
     facts = dict(line.split("\t") for line in result.stdout.splitlines())
     assert facts["images"] == "12 of images"
     assert {"clean accuracy, before", "clean accuracy, after"} <= set(facts)
-    assert facts["next"].startswith("lipcert certify small.finetuned.lipcert.safetensors --data TEST --eps 36/255")
+    assert facts["next"].startswith("lipcert certify small.finetuned.lipcert.safetensors --eps 36/255 --data TEST")
     trained = load_artifact("small.finetuned.lipcert.safetensors")
     assert trained.recipe[-1]["step"] == "finetune"
     assert trained.recipe[-1]["eps"] >= 36 / 255
