@@ -61,7 +61,7 @@ def advise(status: Status) -> Advice:
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:
-            return Advice(typed("--out", "rows.jsonl"), "lipcert report and lipcert verify read its rows")
+            return Advice(typed("--out", "rows.jsonl"), "it writes rows, which lipcert report and lipcert verify read")
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if loose:
