@@ -102,7 +102,7 @@ def test_every_step_is_recorded(folder) -> None:
     assert json.loads(lowered.stdout)["written"] == "b.safetensors"
     tuned = ["--epochs", 1, "--batch-size", 3, "--loss", "ce", "-o", "c.safetensors"]
     result = run("finetune", "b.safetensors", "--data", "images", "--eps", "36/255", *tuned)
-    assert "next\tlipcert certify c.safetensors --data TEST --eps 36/255" in result.stdout
+    assert "next\tlipcert certify c.safetensors --eps 36/255 --data TEST" in result.stdout
     convert, constrain, finetune = read_metadata("c.safetensors")["recipe"]
     assert (convert["step"], convert["data"], convert["images"]) == ("convert", "images", 6)
     assert (constrain["step"], constrain["data"], constrain["error"]) == ("constrain", "images", 0.1)
