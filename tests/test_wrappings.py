@@ -124,6 +124,9 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     state = net.state_dict()
     says({**state, "fc.weight_g": torch.ones(3, 1)}, "remove weight norm")
     says(timm.create_model(NAME, num_classes=5).state_dict(), "num_classes=5")
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.raises(LoadError, match=r"too many \(fc.*\); give num_classes=3"):
+        load(NAME, checkpoint=tmp_path / "w.pth", num_classes=0, features=True)
     says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
     says({"optimizer": {"state": {}}, "epoch": 3}, "only optimizer, epoch")
 

@@ -231,7 +231,8 @@ def load_weights(
         remedy = "give the timm name and arguments it was made with"
         library = next((one for one, names in _LIBRARIES if any(re.search(names, key) for key in extra)), None)
         classifier = [key for key in extra or heads if key.startswith(places) and key in found]
-        if classifier and (only_heads and not missing or len(classifier) == len(extra)):
+        built_without = extra == classifier and not any(key.startswith(places) for key in tensors)
+        if classifier and (built_without or (only_heads and not missing)):
             count = len(state[found[classifier[0]]])
             remedy = f"give num_classes={count} (--model-args num_classes={count})"
         elif only_heads:
