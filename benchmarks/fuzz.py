@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=20_000, help="go on until so many programs are counted")
     parser.add_argument("--arguments", type=int, default=20_000, help="the same of calls with odd arguments")
     parser.add_argument("--kernels", type=int, default=30_000, help="the same of kernels against rounding rules")
-    parser.add_argument("--scales", type=int, default=5_000, help="the same of networks at other scales")
+    parser.add_argument("--scales", type=int, default=5_000, help="the same of networks, each at three other scales")
     parser.add_argument("--rows", type=Path, default=Path("fuzz.jsonl"))
     parser.add_argument("--seed", type=int, default=0, help="the first")
     parser.add_argument("--workers", type=int, default=1, help="processes")
