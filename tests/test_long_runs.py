@@ -29,6 +29,7 @@ from lipcert.inputs.processes import Processes
 from lipcert.numerics import is_out_of_memory, memory_left, worker_pool
 from lipcert.results import _parallel
 from lipcert.results.progress import Remaining
+from lipcert.settings import CertifySettings
 
 EPS = "36/255"
 GLORO = ["--eps", EPS, "--method", "gloro", "--limit", "60"]
@@ -86,6 +87,15 @@ def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     one, two = rows("1.jsonl"), rows("2.jsonl")
     assert json.dumps(one) == json.dumps(two)
     assert any(row["method"] == "anchored" for row in two)
+
+
+def test_few_images_start_few_workers_ahead(monkeypatch):
+    monkeypatch.setattr(_parallel, "worker_pool", lambda count: ThreadPoolExecutor(count))
+    monkeypatch.setattr(_parallel, "_processes", lambda *_: 64)
+    for method, images, expected in (("staged", 19, 0), ("staged", 100, 5), ("staged", 10_000, 63), ("gloro", 100, 0)):
+        settings = CertifySettings(0.1, method)
+        with _parallel.workers_ahead(settings, torch.device("cpu"), images, None) as workers:
+            assert len(workers) == expected
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["workers start after a batch", "workers start at once"])

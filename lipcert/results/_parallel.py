@@ -39,7 +39,7 @@ _WORTH, _MORE = 15.0, 3
 _LONG = 60.0
 # Memory of a worker besides that of its images.
 _OF_A_WORKER = 2**29
-# Workers start while the certifier is made if there are so many images.
+# While the certifier is made, at most one worker starts for so many images.
 _MANY = 20
 
 
@@ -68,9 +68,9 @@ def _processes(asked: int | None, device: torch.device, need: float = 0.0) -> in
 def workers_ahead(
     settings: CertifySettings, device: torch.device, images: int, asked: int | None
 ) -> Iterator[list[ProcessPoolExecutor]]:
-    """Workers that import torch while the certifier is made, where it may need them: with many images."""
+    """Workers that import torch while the certifier is made; fewer where there are few images for them."""
     quick = settings.method == SMOOTHING or settings.method in DETERMINISTIC
-    count = 0 if quick or images < _MANY else _processes(asked, device) - 1
+    count = 0 if quick else min(_processes(asked, device) - 1, images // _MANY)
     with _started(count) as pools:
         yield pools
 
