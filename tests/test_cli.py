@@ -274,6 +274,13 @@ def test_a_smaller_run_does_not_mix_with_the_rows_of_a_larger_one(folder):
     assert smaller["images"] == "2"
     assert smaller["rows"] != larger["rows"]
     assert facts(run(*command, "--limit", "4").stdout)["rows"] == larger["rows"]
+    count = len(read_rows(facts(run(*command).stdout)["rows"]))
+    Path(smaller["rows"]).unlink()
+    min(Path("images").rglob("*.png")).unlink()
+    fresh = read_rows(facts(run(*command, "--limit", str(count - 2)).stdout)["rows"])
+    assert len(fresh) == count - 2
+    assert max(row["index"] for row in fresh) < count - 1  # numbered without the image that is gone
+    assert facts(run(*command).stdout)["images"] == str(count - 1)  # the larger run goes on without it
 
 
 def test_certificates_left_out_are_noted(artifact, monkeypatch):

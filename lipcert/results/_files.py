@@ -52,13 +52,15 @@ def free_file(names: Iterable[Path], description: Mapping[str, Any], images: Ima
     for path in names:
         try:
             earlier = read_earlier(path, description)
-            if earlier is not None:
-                _standing(earlier.rows, earlier.summary.get("data") or {}, images, path, few=True)
-                if not {row["index"] for row in earlier.rows} <= set(images.order):
-                    continue  # of a larger run, or of one in another order
+            if earlier is None:
+                return path
+            _standing(earlier.rows, earlier.summary.get("data") or {}, images, path, few=True)
+            part = {row["index"] for row in earlier.rows} <= set(images.order)  # and not larger, or in another order
         except InputError:
-            continue
-        return path
+            part = False
+        images.leave_out(())  # the file that is chosen says anew what was removed since
+        if part:
+            return path
     raise InputError("there is no name for a file of rows; give one with --out")
 
 
