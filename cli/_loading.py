@@ -13,15 +13,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from timm.models import get_pretrained_cfg
 
 from lipcert.errors import InputError, LoadError, first_line
 from lipcert.inputs.data import Images
-from lipcert.inputs.loading import BUNDLED, load, resolve
+from lipcert.inputs.loading import BUNDLED, is_file, load, resolve
 from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
 from lipcert.inputs.processes import Processes
+from lipcert.inputs.timm_networks import unconfigured
 from lipcert.model import Model
 from lipcert.numerics import keep_freed
 from lipcert.smoothing import Denoised
@@ -46,7 +45,7 @@ def load_model(
     keep_freed()
     arguments = parse_model_args(asked.model_args)
     source = resolve(model)
-    if timm.is_model(str(source)) and get_pretrained_cfg(str(source)) is None:  # it states nothing of its images
+    if not is_file(str(source)) and unconfigured(str(source)):
         arguments |= asked.stated(arguments.get("in_chans", 3))
     if model is None:
         say(f"model: {named(model)}; name a model to use another")

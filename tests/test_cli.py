@@ -744,3 +744,14 @@ def test_pairs_of_model_args_are_one_option_however_they_are_written(pairs, data
         args += [f"{option}={pair}"] if alone and data.draw(st.booleans()) else [option, pair] if alone else [pair]
     typed = [*expected, *args] if data.draw(st.booleans()) else [*args, *expected]
     assert _joined(typed) == ["--model-args", " ".join(pairs), *expected]
+
+
+def test_an_artifact_with_its_default_name_is_a_file(folder):
+    """timm takes what follows the first dot of vit_tiny_patch16_224.lipcert.safetensors for a tag."""
+    run("convert", *BY_NAME)
+    run("certify", "--eps", "36/255", "--limit", "1")
+    run("inspect", "vit_tiny_patch16_224.lipcert.safetensors")
+
+
+def test_a_tag_that_does_not_exist_gets_those_that_do(folder):
+    assert "it has vit_tiny_patch16_224.augreg" in refused("certify", "vit_tiny_patch16_224.foo", "--eps", "0.1")

@@ -51,6 +51,18 @@ def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> 
         raise LoadError(_explain(name, arguments, error)) from error
 
 
+def unconfigured(name: str) -> bool:
+    """Whether timm can build an architecture, but has no configuration (mean, std, image size) for it.
+
+    Raises:
+        LoadError: the architecture has configurations, but none with the tag of this name.
+    """
+    try:
+        return timm.is_model(name) and timm.models.get_pretrained_cfg(name) is None
+    except RuntimeError as error:
+        raise LoadError(_explain(name, {}, error)) from error
+
+
 def takes_size(name: str) -> bool:
     """Whether timm's architecture has an argument ``img_size``, without which its weights are those of another size."""
     if name.startswith((*HUB, FOLDER)) or not timm.is_model(name):
