@@ -2,6 +2,7 @@
 
     python -m benchmarks.make_zoo_table [--work build/zoo] [--resume]
     python -m benchmarks.make_zoo_table --match 'liresnet_*,lip_convnet_*' --keep
+    python -m benchmarks.make_zoo_table --operations
 
 First every architecture is built and captured on the meta device, without weights: which operations it uses, with
 which operands, and of which classes its modules are. This does not depend on the rules, takes about a second each, and
@@ -10,6 +11,9 @@ is kept in the work folder, so that an interrupted run goes on where it stopped.
 Then the rules are asked, once for each distinct structure, on its smallest architecture. Weights are stand-ins: one
 number, repeated without memory. A rule that knows no answer for an operation, or has no finite constant for it, shows
 this for any weights; how large a constant is depends on them, and is not looked at.
+
+``--operations`` lists instead, from the captures, how many architectures call each function of torch, on values that
+depend on the image and on constants, and the rules and entries that no architecture needs.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,13 +40,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
-from lipcert.bounds import NoAnswer, Value, _global, kept_whole, remainder_of
+from lipcert.bounds import RULES, NoAnswer, Value, _global, kept_whole, remainder_of
 from lipcert.bounds.rules import linear
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, explicit_attention, needed, outline
+from lipcert.graph import SIGNATURES, Graph, Node, _capture, _composed, canonical, explicit_attention, needed, outline
 from lipcert.inputs.zoo import TABLE
 from lipcert.norms import Operator
-from lipcert.numerics import Upper
+from lipcert.numerics import Upper, leaves
 from lipcert.surgery._swap import plan
 
 STRUCTURES = "structures.jsonl"
@@ -100,6 +104,46 @@ def structure(net: nn.Module, whole: Callable[[nn.Module], bool] = kept_whole) -
     return outline(net, size["input_size"], whole)
 
 
+class _Calls(TorchFunctionMode):
+    """The functions that are called on values that depend on the image (``tracked``), and on constants alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracked: set[str] = set()
+        self.constants: set[str] = set()
+        self._inside = False
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {type(leaf) for leaf in leaves((args, kwargs or {}))}
+        if not self._inside and given & {Tensor, nn.Parameter} and _capture.Tracked not in given:
+            self.constants.add(self._name(function))
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _name(function: Any) -> str:
+        op, bare = canonical(function), getattr(function, "__name__", str(function)).strip("_")
+        return str(bare if not isinstance(op, str) or op == bare else f"{bare} ({op})")
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside the block, captures add the functions that the network itself calls, not those of their parts."""
+        original = _capture._Recorder.call
+
+        def call(recorder: Any, function: Any, args: Any, kwargs: Any) -> Any:
+            outermost, self._inside = not self._inside, True
+            if outermost:
+                self.tracked.add(self._name(function))
+            try:
+                return original(recorder, function, args, kwargs)
+            finally:
+                self._inside = not outermost
+
+        with mock.patch.object(_capture._Recorder, "call", call), self:
+            yield
+
+
 def describe(name: str, known: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
     """One architecture: its size, its operations with their operands, and the classes of its modules.
 
@@ -117,14 +161,17 @@ def describe(name: str, known: dict[tuple[str, str], dict[str, Any]]) -> dict[st
     row["form"] = form(net)
     if (row["family"], row["form"]) in known:
         same = known[row["family"], row["form"]]
-        return {**row, **{key: same[key] for key in ("logits", "operations", "error") if key in same}}
+        return {**row, **{key: same[key] for key in ("logits", "operations", "calls", "error") if key in same}}
+    calls = _Calls()
     try:
-        graph = structure(net)
+        with calls.recorded():
+            graph = structure(net)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     else:
         row["logits"] = len(graph.output.shape) == 2
         row["operations"] = sorted({_signature(node) for node in graph.nodes})
+        row["calls"] = [sorted(calls.tracked), sorted(calls.constants)]
     return row
 
 
@@ -381,6 +428,22 @@ def write(content: dict[str, Any], path: Path) -> None:
     path.write_text(f'{{"timm": "{content["timm"]}",\n"texts": [\n{texts}\n],\n"rows": [\n{rows}\n]}}\n')
 
 
+def operations(rows: dict[str, dict[str, Any]]) -> str:
+    """A table of what the architectures call, and what of lipcert none of them needs."""
+    counts = [Counter(name for row in rows.values() for name in row.get("calls", ((), ()))[i]) for i in (0, 1)]
+    recorded = Counter(op for row in rows.values() for op in {s.split("(")[0] for s in row.get("operations", ())})
+    lines = [f"{len(rows)} architectures", "", "| function | of the image | of constants |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {counts[0][name]} | {counts[1][name]} |" for name in sorted({*counts[0], *counts[1]})]
+    called = {word.strip("()") for name in counts[0] for word in name.split()} | {*recorded}
+    for what, known in (
+        ("rules", [key for key in RULES if isinstance(key, str)]),
+        ("compositions", _composed._PARTS),
+        ("signatures", SIGNATURES),
+    ):
+        lines += ["", f"{what} that none needs: {', '.join(sorted(key for key in known if key not in called))}"]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("build/zoo"))
@@ -388,11 +451,15 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep the rows of the others in the table that is there")
     parser.add_argument("--resume", action="store_true", help="ask again only where an answer was missing")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds, after which the rest is left unasked")
+    parser.add_argument("--operations", action="store_true", help="print which operations the architectures call")
     parser.add_argument("--out", type=Path, default=TABLE)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = describe_all(timm.list_models(options.match.split(",")), options.work)
+    if options.operations:
+        print(operations(rows))
+        return
     content = table(rows, answer_all(rows, options.work, options.resume, options.limit))
     write(with_others(content, options.out) if options.keep else content, options.out)
 

@@ -8,7 +8,6 @@
 
 import importlib
 import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,32 +69,6 @@ if not TYPE_CHECKING:  # type checkers use the imports above instead
             raise AttributeError(f"module 'lipcert' has no attribute {name!r}")
         globals()[name] = value
         return value
-
-
-class _WithTimm:
-    """Adds the architectures of lipcert to timm's registry as soon as timm is imported."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "timm":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        heavy = ("lipcert.inputs", "lipcert.model", "lipcert.surgery", "lipcert.networks", "lipcert.report")
-        if spec is not None and spec.loader is not None and not any(one in sys.modules for one in heavy):
-            execute = spec.loader.exec_module
-
-            def run(module: Any) -> None:
-                execute(module)
-                importlib.import_module("lipcert.networks")
-
-            spec.loader.exec_module = run  # type: ignore[method-assign]
-        return spec
-
-
-if "timm" in sys.modules:
-    importlib.import_module("lipcert.networks")
-else:
-    sys.meta_path.insert(0, _WithTimm())
 
 
 def __dir__() -> list[str]:

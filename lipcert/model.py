@@ -6,9 +6,8 @@ import functools
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -156,7 +155,6 @@ class Model(nn.Module):
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
         presumed: whether ``source`` was inferred from a module and must be checked before use.
-        guesses: further arguments of ``timm.create_model`` that fit the module, but may not be those it was built with.
         real: whether casts between floating-point types inside the network are the identity, as in real arithmetic.
             True for a certifier's copy in float64; False for a network that runs unchanged.
     """
@@ -165,7 +163,6 @@ class Model(nn.Module):
     constraint: Any = None
     real = False
     presumed = False
-    guesses: Mapping[str, Any] = MappingProxyType({})
     mean: Tensor
     std: Tensor
     pair: Tensor

@@ -363,6 +363,21 @@ def test_conv_norm_is_close_for_common_convolutions(numbers, loose, seed):
     assert_tight(conv_norm(weight, (12, 12), padding=padding, **numbers), top(matrix), loose)
 
 
+@pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
+@pytest.mark.parametrize("size", [(7,), (5, 6)])
+def test_padding_that_repeats_entries_counts_each_copy(size, mode):
+    weight = random_tensor(6, 2, *[3] * len(size))
+    pads = ((2, 1), (1, 3))[: len(size)]
+    around = [side for pair in reversed(pads) for side in pair]
+
+    def convolve(x):
+        return CONVOLUTIONS[len(size)](F.pad(x, around, mode), weight, None, 2, 0, 1, 2)
+
+    truth = top(operator(convolve, 4, size))
+    found = float(conv_norm(weight, size, stride=2, padding=pads, groups=2, mode=mode))
+    assert truth * (1 - TRUTH) <= found <= 2 ** len(size) * truth
+
+
 def test_padding_by_name_is_padding_by_number():
     weight = random_tensor(3, 3, 4, 3)
     same = conv_norm(weight, (7, 6), padding="same", dilation=2)

@@ -213,13 +213,8 @@ class Boxes:
     def __init__(self, analysis: Analysis):
         self.graph: Graph = needed(analysis.graph)
         self.values = {node: value for node, value in analysis.values.items() if isinstance(value, Value)}
-        totals = (value.origin for value in self.values.values())
-        divided = {origin.source for origin in totals if origin is not None and origin.kind == "total"}
         self.folded = {
-            node
-            for node, value in self.values.items()
-            if value.base is not None
-            or (value.origin is not None and (value.origin.kind != "sigmoid" or value in divided))
+            node for node, value in self.values.items() if value.base is not None or value.origin is not None
         }
         self.cores = {node: core for node in self.graph.nodes if (core := core_of(node)) is not None}
 

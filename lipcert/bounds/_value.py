@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lipcert.errors import InputError
-from lipcert.norms import COMPOSED, Geometry
+from lipcert.norms import COMPOSED
 from lipcert.numerics import INFINITE, Number, Upper, computed_l2_norm, estimated, held, l2_norm
 
 
@@ -68,32 +68,14 @@ class Scale:
         return self.scale.reshape(-1) if self.scale.numel() == self.scale.shape[axis] else None
 
 
-class Padded:
-    """A padding that repeats entries; the convolution after it is bounded together with it."""
-
-    def __init__(self, geometry: Geometry, size: tuple[int, ...]):
-        self.geometry, self.size = geometry, size
-
-    @cached_property
-    def norm(self) -> Upper:
-        return Upper(self.geometry.uses(self.size)).sqrt()
-
-    def scaled(self, scale: Tensor) -> None:
-        """No scale is folded into it."""
-
-    def plus_identity(self) -> None:
-        """It has no square form."""
-
-
 @dataclass(frozen=True)
 class Origin:
     """The relation of a value to an earlier one, for normalisations that a network writes as several operations.
 
     Attributes:
-        kind: ``square`` (source²), ``sigmoid`` (of the source), ``total`` (a sigmoid's sum over dims), ``mean`` (mean
-            over dims, plus eps), ``centred`` (source minus that mean), ``energy`` q (‖source‖²/count over dims, of the
-            centred source if ``centred``, plus eps), ``root`` (√q) or ``inverse`` (1/√q). Reduced dimensions are kept
-            with size 1, or expanded again.
+        kind: ``square`` (source²), ``mean`` (mean over dims, plus eps), ``centred`` (source minus that mean),
+            ``energy`` q (‖source‖²/count over dims, of the centred source if ``centred``, plus eps), ``root`` (√q) or
+            ``inverse`` (1/√q). Reduced dimensions are kept with size 1, or expanded again.
         source: the earlier value.
         dims: the reduced dimensions.
         count: the divisor of an energy, or the number of entries in a mean.

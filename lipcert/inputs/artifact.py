@@ -285,10 +285,7 @@ def _tensors_hash(tensors: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def check_rebuilds(model: Model) -> None:
-    """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it.
-
-    Of a network that was given as a module, arguments of timm are inferred; those that rebuild it are kept.
-    """
+    """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it."""
     if any(step["step"] == "denoise" for step in model.recipe) and not is_named(model):
         raise InputError(
             "the denoiser is code of your own, which a file does not hold; save the model without it, and put it in "
@@ -299,14 +296,7 @@ def check_rebuilds(model: Model) -> None:
             "the network was given as a module that timm did not make, so a file cannot rebuild it; "
             "load it by name, or save its state_dict() yourself"
         )
-    arguments = model.source["arguments"]
-    for more in (model.guesses, *({key: value} for key, value in model.guesses.items())) if model.presumed else ():
-        if _rebuilds(model, arguments):
-            return
-        if _rebuilds(model, {**arguments, **more}):
-            model.source = {**model.source, "arguments": {**arguments, **more}}
-            return
-    net = _built(model.source["name"], arguments, model.recipe)
+    net = _built(model.source["name"], model.source["arguments"], model.recipe)
     kinds, converted = dict(net.named_modules()), model.net.state_dict().keys() <= net.state_dict().keys()
     for path, part in model.net.named_modules() if model.presumed and converted else ():
         if path in kinds and type(part) is not type(kinds[path]):
@@ -327,15 +317,6 @@ def check_rebuilds(model: Model) -> None:
         "change of its attributes, hooks or methods, so a file cannot rebuild it; undo that, or save its state_dict() "
         "yourself"
     )
-
-
-def _rebuilds(model: Model, arguments: Mapping[str, Any]) -> bool:
-    """Whether timm builds the network of a model with these arguments."""
-    try:
-        net = _built(model.source["name"], arguments, model.recipe)
-        return _structure(net) == _structure(model.net) and _agrees(net, model)
-    except (LipcertError, RuntimeError, TypeError, ValueError):
-        return False
 
 
 @torch.no_grad()

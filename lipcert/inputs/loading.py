@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import re
 import warnings
@@ -105,7 +104,7 @@ def load(
             raise InputError("the model is loaded already; use it as it is")
         net = _frozen(source) if freeze else source
         model = _wrap(net, "the module", "the module", pixels, {}, {}, features)
-        model.source, model.presumed, model.guesses = _presumed(source), True, _guesses(source)
+        model.source, model.presumed = _presumed(source), True
         return model
     if type(source).__name__ == "ExportedProgram":
         raise InputError("the model is an exported program; give the module that it was exported from")
@@ -359,30 +358,6 @@ def _presumed(net: nn.Module) -> dict[str, Any]:
         if size is not None and "patch_embed.proj.weight" in dict(net.named_parameters()):
             arguments[key] = list(size) if isinstance(size, (tuple, list)) else size
     return rebuild_recipe(name, arguments)
-
-
-def _guesses(net: nn.Module) -> dict[str, Any]:
-    """Arguments that a module of timm shows, where its class takes them."""
-    blocks = getattr(net, "blocks", None)
-    block = blocks[0] if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks) else None
-    pool = getattr(net, "global_pool", None)
-    attributes = {
-        "global_pool": getattr(pool, "pool_type", pool),
-        "depth": len(blocks) if block is not None and blocks is not None else None,
-        "embed_dim": getattr(net, "embed_dim", None),
-        "num_heads": getattr(getattr(block, "attn", None), "num_heads", None),
-        "reg_tokens": getattr(net, "num_reg_tokens", None),
-        "drop_rate": getattr(net, "drop_rate", None),
-        "dynamic_img_size": getattr(net, "dynamic_img_size", None),
-        "dynamic_img_pad": getattr(getattr(net, "patch_embed", None), "dynamic_img_pad", None),
-    }
-    hidden = getattr(getattr(getattr(block, "mlp", None), "fc1", None), "out_features", None)
-    if isinstance(hidden, int) and isinstance(attributes["embed_dim"], int):
-        attributes["mlp_ratio"] = hidden / attributes["embed_dim"]
-    parameters = inspect.signature(type(net).__init__).parameters
-    return {
-        key: value for key, value in attributes.items() if key in parameters and isinstance(value, (int, float, str))
-    }
 
 
 def _refuse(names: set[str], what: str) -> None:

@@ -194,7 +194,7 @@ def polyphase(matrices: Tensor, axes: list[Axis]) -> Tensor:
 
 
 @remembered
-def torus_norm(taps: Tensor, axes: list[Axis], twisted: bool = True) -> Upper:
+def torus_norm(taps: Tensor, axes: list[Axis]) -> Upper:
     """An upper bound on the maximum over ω of ‖Σ_e V_e e^{iω·e}‖."""
     if len(taps) == 1:
         return matrices_norm(taps[0])
@@ -207,7 +207,6 @@ def torus_norm(taps: Tensor, axes: list[Axis], twisted: bool = True) -> Upper:
     error = 1.001 * dot_error(count * columns + 56) * float(sum_squares(taps.abs().sum(0)).max())
     at = _squared_rows(taps, steps, grid) if rows == 1 else _grams(taps, steps, grid)
     grids = [_half(grid, twists, taps.device) for twists in _twists(axes, grid)]
-    grids = grids if twisted else grids[:1]
     estimates = _estimates(at, grids, grid, length) if rows > 1 else [0.0] * len(grids)
     order = sorted(range(len(grids)), key=estimates.__getitem__)
     if math.prod(grid) * groups * rows**3 >= _EXPENSIVE:

@@ -65,14 +65,12 @@ class Geometry:
         """The size after padding."""
         return tuple(n + left + right for n, (left, right) in zip(size, self.padding, strict=True))
 
-    def places(self, size: tuple[int, ...]) -> Tensor:
-        """The entry of an image at each position of the padded one, for a mode that repeats entries."""
-        numbers = torch.arange(math.prod(size), dtype=torch.float64).reshape(1, 1, *size)
-        return self.pad(numbers)[0, 0].long()
-
     def uses(self, size: tuple[int, ...]) -> int:
         """How often the padding uses an entry at most: its square root is the norm of the padding."""
-        return 1 if self.mode == "zeros" else int(torch.bincount(self.places(size).flatten()).max())
+        if self.mode == "zeros":
+            return 1
+        numbers = torch.arange(math.prod(size), dtype=torch.float64).reshape(1, 1, *size)
+        return int(torch.bincount(self.pad(numbers).flatten().long()).max())
 
     def apply(self, images: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The convolution of images, shape (N, C, *size)."""

@@ -33,7 +33,7 @@ from lipcert.bounds._remainder import (
     smooth,
 )
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
-from lipcert.bounds._value import Origin, Value, largest
+from lipcert.bounds._value import Value, largest
 from lipcert.graph import Node
 from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, l2_norm
 
@@ -152,14 +152,6 @@ _rounds("gelu", error=_of_operand)
 def negated(call: Call, x: Value) -> Value:
     """An isometry."""
     return _apply(x, Activation(1.0))
-
-
-@rule(F.sigmoid)
-def sigmoid(call: Call, x: Value) -> Value:
-    """sup |φ'| of the table. The origin is recorded for the quotient by the sum, which has a better constant."""
-    result = _apply(x, ACTIVATIONS[F.sigmoid])
-    result.origin = Origin("sigmoid", x)
-    return result
 
 
 @rule(F.gelu)

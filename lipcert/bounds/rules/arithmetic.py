@@ -324,7 +324,7 @@ def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Valu
         return mul(call, x, inverse)
     if not isinstance(x, Value):
         x = Value.constant(torch.as_tensor(x, dtype=torch.float64))
-    for quotient in (standardised(call, x, y, "root"), _over_mean(call, x, y), _over_total(call, x, y)):
+    for quotient in (standardised(call, x, y, "root"), _over_mean(call, x, y)):
         if quotient is not None:
             return quotient
     least = y.lowest
@@ -350,18 +350,6 @@ def _over_mean(call: Call, x: Value, y: Value) -> Value | None:
         return None
     lip = x.lip * (Upper(mean.count).sqrt() + 1) / mean.eps
     return Value(call.shape, lip, magnitude=mean.count, floor=0.0)
-
-
-def _over_total(call: Call, x: Value, y: Value) -> Value | None:
-    """σ(z)/Σσ(z) over groups, where σ is the sigmoid and y that sum; None otherwise.
-
-    As σ' = σ(1 − σ), with q the result its Jacobian is (diag(q) − qqᵀ)·diag(1 − σ(z)); the first factor is that of a
-    softmax with the result q, of norm at most ½, and the second has norm at most 1.
-    """
-    total, sigmoid = y.origin, x.origin
-    if total is None or sigmoid is None or total.kind != "total" or total.source is not x or call.shape != x.shape:
-        return None
-    return Value(call.shape, sigmoid.source.lip / 2, magnitude=1, floor=0.0)
 
 
 @remainder("div")

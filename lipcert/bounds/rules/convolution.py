@@ -26,7 +26,7 @@ from lipcert.bounds._registry import (
 )
 from lipcert.bounds._remainder import Bilinear, remainder
 from lipcert.bounds._rounding import Operand
-from lipcert.bounds._value import Padded, Scale, Value, largest, largest_row_sum
+from lipcert.bounds._value import Scale, Value, largest, largest_row_sum
 from lipcert.bounds.rules.linear import constant_arguments, matrix_rounding
 from lipcert.graph import Node
 from lipcert.norms import Geometry, Operator, conv_transpose_norm
@@ -64,10 +64,6 @@ def conv(
     geometry = Geometry.of(tuple(weight.shape[2:]), stride, padding, dilation, groups)
     magnitude = largest_row_sum(weight) * x.magnitude + (largest(bias) if bias is not None else 0)
     inner, operator = x, Operator(weight, geometry, x.shape[2:])
-    if isinstance(x.map, Padded) and x.base is not None and not any(map(any, geometry.padding)):
-        border = x.map.geometry
-        inner = x.base
-        operator = Operator(weight, replace(geometry, padding=border.padding, mode=border.mode), inner.shape[2:])
     if isinstance(x.map, Scale) and x.base is not None:
         folded = operator.after(x.map.along(1))
         inner, operator = (x, operator) if folded is None else (x.base, folded)

@@ -40,13 +40,10 @@ def summed(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
         least = max(least, x.mass)
     result.floor = rounded_down(least)
     if call.shape == with_keepdim(x, dims):
-        kind = x.origin.kind if x.origin is not None else ""
-        if kind == "square" and x.origin is not None:
+        if x.origin is not None and x.origin.kind == "square":
             result.origin = Origin("energy", x.origin.source, dims, count if mean else 1)
         elif mean:
             result.origin = Origin("mean", x, dims, count)
-        elif kind == "sigmoid":
-            result.origin = Origin("total", x, dims)
     return result
 
 

@@ -17,9 +17,8 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, nonnegative, unknown
 from lipcert.bounds._registry import MOVED, Call, NoAnswer, box, rounding, rule
 from lipcert.bounds._rounding import Operand, exact, zeros
-from lipcert.bounds._value import Padded, Scale, Value
+from lipcert.bounds._value import Scale, Value
 from lipcert.graph import PIECES, Node
-from lipcert.norms import Geometry
 from lipcert.numerics import Format, Upper, leaves, mapped, root_sum_squares
 
 
@@ -371,12 +370,6 @@ def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", val
             along = x.floor.expand(x.shape[-1])[None, None]
             result.floor = torch.nn.functional.pad(along, list(pad), value=filling)[0, 0]
         return result
-    dims = len(x.shape) - 2
-    if mode in ("circular", "reflect", "replicate") and 1 <= dims <= 3 and len(pad) == 2 * dims and min(pad) >= 0:
-        sides = tuple((int(pad[2 * i]), int(pad[2 * i + 1])) for i in reversed(range(dims)))
-        geometry = Geometry((1,) * dims, sides, (1,) * dims, mode=mode)
-        # The convolution after it is bounded together with it.
-        return Value(call.shape, magnitude=x.magnitude, base=x, map=Padded(geometry, x.shape[2:]), floor=x.lowest)
     numbers = torch.arange(math.prod(x.shape), dtype=torch.float64).reshape(x.shape)
     uses = int(torch.bincount(torch.nn.functional.pad(numbers, list(pad), mode).long().reshape(-1)).max())
     return x.like(call.shape, x.lip * Upper(uses).sqrt())
