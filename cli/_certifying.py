@@ -30,7 +30,6 @@ from lipcert.results import (
     Run,
     certifier_for,
     free_file,
-    interval,
     shard_path,
     sigma_choice_of,
     summary,
@@ -163,6 +162,7 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
         label += ", random weights: nothing to certify"
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
     images = open_images(plan.data, loaded, limit=limit, **plan.lists)
+    images.shuffle()
     if plan.limit is None and len(images) < images.total:
         say(f"images: {_some(len(images), images.total)}")
     if plan.fail_under is not None and not images.labelled:
@@ -407,7 +407,7 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
         rows[1] = ("images", _some(len(run), total))
     known = next((one for one in checkpoints() if one.name == outcome.name.partition(",")[0]), None)
     if known is not None and known.eps == run.eps_typed and run.labelled and known.method == plan.settings[0].method:
-        here = f"here {percent(outcome.certified)}, 95 % CI {interval(run.certified_at(run.eps), len(run))}"
+        here = f"here {run.share(run.certified_at(run.eps))}"
         rows.append(("published", f"{percent(known.certified)} of {known.images:,} ({known.data}); {here}"))
     if outcome.status.log10 is not None:
         rows.append(("Lipschitz bound", upper(outcome.status.log10)))
@@ -472,7 +472,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
         row = [outcome.name, str(len(run)), percent(run.accuracy)]
         row += [percent(run.accuracy_under_attack)] if attacked else []
         for eps, _ in targets:
-            row += [percent(run.certified_at(eps) / len(run)), interval(run.certified_at(eps), len(run))]
+            row += [percent(run.certified_at(eps) / len(run)), run.interval(run.certified_at(eps))]
         row.append("-" if run.stopped or run.median_radius is None else shown(run.median_radius))
         row.append("-" if outcome.status.log10 is None else upper(outcome.status.log10))
         rows.append([*row, f"{run.seconds:.1f}"])

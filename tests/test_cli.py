@@ -27,6 +27,7 @@ from lipcert.cli import _inspect, _parse, _print, app
 from lipcert.cli._commands import _joined
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
+from lipcert.inputs.data import order_of
 from lipcert.inputs.loading import load
 from lipcert.results._parallel import _registering
 from lipcert.settings import parse_eps
@@ -167,6 +168,8 @@ def test_certify_prints_and_writes(artifact):
     result = run("certify", "--data", "images", "--eps", "36/255", "--out", "r.jsonl", *GLORO)
     assert "model.safetensors, the newest artifact" in result.stderr
     found = read_rows("r.jsonl")
+    assert [row["index"] for row in found] == order_of(7, None)  # a run that is stopped has seen a random sample
+    found.sort(key=lambda row: row["index"])
     expected = Certifier(load_artifact(artifact), 36 / 255, "gloro")
     images = torch.stack([torch.from_numpy(np.array(Image.open(p))) for p in sorted(Path("images").glob("*/*.png"))])
     certificates = expected.run(images.permute(0, 3, 1, 2) / 255)

@@ -23,6 +23,7 @@ import lipcert
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
+from lipcert.inputs.data import order_of
 from lipcert.report import _build, _card, _figures, model_card, read_runs, remarks, to_html, write
 from lipcert.report._curves import share_above, span
 from lipcert.report._words import promises, radius
@@ -224,6 +225,18 @@ def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
     assert "the last row is half-written" in result.stderr
     assert "did not finish; these are its first 6 images" in result.stderr
     assert "images\t6; the run did not finish" in result.stdout
+
+
+def test_an_interval_needs_a_random_sample(results):
+    """The first images in the order of folders are those of a few classes, and say nothing about the others."""
+    data = {"spec": "x", "images": 40, "labelled": True}
+    for indices, sampled in ((order_of(40, None)[:6], True), (range(6), False)):
+        path = results([{**ROWS[i], "index": index} for i, index in enumerate(indices)], complete=False, data=data)
+        result = run(path, "--html", "r.html")
+        page, (record,) = Path("r.html").read_text(), json.loads(run(path, "--json").stdout)
+        assert [("CI" in result.stdout), ("CI 9.7" in page)] == [sampled, sampled]
+        assert (record["at"][0]["certified"]["interval"] is not None) is sampled
+        assert ("there are no intervals" in result.stderr) is not sampled
 
 
 def test_one_run_on_the_command_line(results):

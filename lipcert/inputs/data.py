@@ -103,7 +103,9 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.class_names: dict[int, str] = {}  # by number, as far as the data set or the model has them
         self.total = total  # images in the whole data set, with those of ``removed``
         self.removed: list[int] = []  # positions of images that the data set had before, see :meth:`leave_out`
-        self.order = order_of(total, limit)  # positions in the whole data set, in the order of the run
+        self.shuffled = limit is not None and limit < total  # whether the order is that of runs, see :meth:`shuffle`
+        self.order: Sequence[int] = ()  # positions in the whole data set
+        self.leave_out(())
 
     def __len__(self) -> int:
         return len(self.order)
@@ -120,11 +122,17 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         labels = torch.tensor([label for _, label in items]) if self.labelled else None
         return Batch(tuple(indices), torch.stack([image for image, _ in items]), labels) if items else None
 
+    def shuffle(self) -> None:
+        """Puts the images in the order of a run, so that those that it has seen when it is stopped are a sample."""
+        self.shuffled = True
+        self.leave_out(self.removed)
+
     def leave_out(self, removed: Sequence[int]) -> None:
         """Numbers the images as if those at these positions were still there: noise and shuffle go by numbers."""
         self.total += len(removed) - len(self.removed)
         self.removed = sorted(removed)
-        self.order = [index for index in order_of(self.total, self.limit) if index not in self.removed]
+        order = order_of(self.total, self.limit) if self.shuffled else range(self.total)
+        self.order = [index for index in order if index not in self.removed]
 
     def singly(self, wanted: Collection[int]) -> Iterator[Batch]:
         """These images one by one, whatever the limit; those that the data set does not have are left out."""
@@ -194,7 +202,7 @@ def open_images(
             after it names one.
         model: its ``input_size`` and ``data_config`` say how images are resized and cropped. Classes are matched by
             name to its ``class_names``, where it has them.
-        limit: take so many images only: the first of a fixed shuffle, because folders are sorted by class.
+        limit: take so many images only: the first of a fixed shuffle, as folders are sorted by class.
         purpose: decides the split where none is named: to train, the training images; to certify, those for
             validation, else those for testing, else those for training.
         classes: a file that numbers the class folders or the names in ``labels``: a name a line, or JSON.
@@ -432,10 +440,8 @@ def _files_of(path: Path, spec: str) -> Files:
     return files
 
 
-def order_of(count: int, limit: int | None) -> Sequence[int]:
-    """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle where it has a limit."""
-    if limit is None or limit >= count:
-        return range(count)
+def order_of(count: int, limit: int | None) -> list[int]:
+    """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle."""
     return _shuffled(count)[:limit]
 
 

@@ -12,7 +12,7 @@ from lipcert.report._artifact import by_model, title
 from lipcert.report._curves import span
 from lipcert.report._markdown import MARK, Document, bold, code, escaped, heading, items, link, picture, table
 from lipcert.report._words import about, class_name, listed, lower_bound, promises, radius, right, upper_bound
-from lipcert.results import Run, Tally, interval, share, wilson
+from lipcert.results import Run, Tally, wilson
 from lipcert.settings import version
 
 Eps = Sequence[tuple[float, str]]
@@ -69,7 +69,7 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
     cells: list[tuple[bool, str, Callable[[Run, float, str], str]]] = [
         (True, "results", lambda run, value, typed: run.name),
         (True, "certified", lambda run, value, typed: _percent(run.certified_at(value), run)),
-        (True, "95 % CI", lambda run, value, typed: interval(run.certified_at(value), len(run))),
+        (True, "95 % CI", lambda run, value, typed: run.interval(run.certified_at(value))),
         (True, "ε", lambda run, value, typed: typed),
         (labelled, "correct" if smoothed else "clean", lambda run, *_: _percent(run.correct, run, run.labelled)),
         (attacked, "attacked", lambda run, value, typed: _percent(run.surviving_at(value), run, run.attacked)),
@@ -104,7 +104,7 @@ def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
     partly = "" if run.complete else "; the run did not finish"
     entries = [("model", run.named), ("images", f"{len(run)}{partly}")]
     for what, part, attacked in shares(run, eps):
-        entries.append((what, share(part, len(run)) + (", upper bound" if attacked else "")))
+        entries.append((what, run.share(part) + (", upper bound" if attacked else "")))
     return entries + _others(run)
 
 
@@ -112,7 +112,11 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
     """The results of one run for JSON: counts, shares, and the shares' Wilson 95 % intervals."""
 
     def counted(part: int) -> dict[str, Any]:
-        return {"images": part, "share": part / len(run), "interval": list(wilson(part, len(run)))}
+        return {
+            "images": part,
+            "share": part / len(run),
+            "interval": list(wilson(part, len(run))) if run.sampled else None,
+        }
 
     at = [
         {
@@ -151,7 +155,7 @@ def _others(run: Run) -> list[tuple[str, str]]:
     entries += [("rigor", run.rigor), ("valid for", about(run))]
     entries += [("round-off", run.rounding)] if run.rounding else []
     if run.smoothed:
-        entries += [("abstained", share(run.abstained, len(run))), ("noisy images", f"{run.samples:,}")]
+        entries += [("abstained", run.share(run.abstained)), ("noisy images", f"{run.samples:,}")]
     methods = ", ".join(f"{name} ({count} image{'s' * (count != 1)})" for name, count in run.methods.most_common())
     return [*entries, ("method", methods)]
 
@@ -202,7 +206,8 @@ def _tiles(run: Run, eps: Eps) -> str:
     """The shares with their intervals, in large type."""
     cells = []
     for what, part, attacked in shares(run, eps):
-        counted = f"{part} of {len(run)}, 95 % CI {interval(part, len(run))}{', upper bound' if attacked else ''}"
+        sampled = f", 95 % CI {run.interval(part)}" if run.sampled else ""
+        counted = f"{part} of {len(run)}{sampled}{', upper bound' if attacked else ''}"
         cells.append((what, bold(_percent(part, run)), counted))
     return table(("", "", ""), cells, numbers=False)
 
@@ -211,7 +216,7 @@ def sentence(run: Run, eps: Eps) -> str:
     """The result of one run as a self-contained text."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
     count, certified = len(run), run.certified_at(value)
-    images = f"{count} images" if run.complete else f"the first {count} images of a run that did not finish"
+    images = f"{count} images" if run.complete else f"the {count} images that a run had seen when it was stopped"
     what = "classified correctly and certified" if run.labelled else "certified"
     by = "the smoothed classifier" if run.smoothed else "the network"
     text = f"{run.name}: {certified} of {images} ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from lipcert.errors import InputError
 from lipcert.inputs.classes import printable
+from lipcert.inputs.data import order_of
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_logits
-from lipcert.results._statistics import Tally
+from lipcert.results._statistics import Tally, interval, share
 from lipcert.settings import NAMES, STAGED, CertifySettings, noise_fields, parse_eps, settings_of
 
 # The entries of a summary that must agree before rows of two runs may share a file.
@@ -51,7 +52,8 @@ class Run(Tally):
         if 0 < size < path.stat().st_size:
             self.notes.append(f"{path}: the last row is half-written and left out")
         if not self.complete:
-            self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images")
+            order = "of a random order" if self.sampled else "in the order of the data, so there are no intervals"
+            self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images, {order}")
         if part := re.fullmatch(r".+\.shard-(\d+)-of-(\d+)", path.stem):
             self.notes.append(f"{path}: part {part[1]} of {part[2]} of a run, whose images may not be like the others")
 
@@ -59,6 +61,23 @@ class Run(Tally):
     def complete(self) -> bool:
         """Whether all images of the run have a row."""
         return bool(self.summary.get("complete", True))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the images are a random sample of the data, or all of it: the run finished, or they are the first."""
+        data, limit = self.summary.get("data") or {}, self.summary.get("limit")
+        if self.complete or type(total := data.get("images")) is not int:
+            return self.complete
+        order = [index for index in order_of(total, limit) if index not in (data.get("removed") or ())]
+        return {row["index"] for row in self.rows} == {*order[: len(self)]}
+
+    def interval(self, part: int) -> str:
+        """The 95 % confidence interval of a number of images; a dash where the images are no sample."""
+        return interval(part, len(self)) if self.sampled else "–"
+
+    def share(self, part: int) -> str:
+        """A number of images with its percentage, and its 95 % confidence interval where the images are a sample."""
+        return share(part, len(self), self.sampled)
 
     @property
     def eps(self) -> float:

@@ -32,11 +32,11 @@ def interval(part: int, whole: int) -> str:
     return f"{100 * low:.1f}–{100 * high:.1f} %"
 
 
-def share(part: int, whole: int) -> str:
-    """A count with its percentage and 95 % confidence interval: ``7 of 40 (17.5 %, 95 % CI 8.7–32.0 %)``."""
+def share(part: int, whole: int, sampled: bool = True) -> str:
+    """A count with its percentage and, for a sample, 95 % interval: ``7 of 40 (17.5 %, 95 % CI 8.7–32.0 %)``."""
     if not whole:
         return "0 of 0"
-    return f"{part} of {whole} ({100 * part / whole:.1f} %, 95 % CI {interval(part, whole)})"
+    return f"{part} of {whole} ({100 * part / whole:.1f} %{f', 95 % CI {interval(part, whole)}' if sampled else ''})"
 
 
 class Tally:
