@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from lipcert.inputs.sources import BUNDLED
 from lipcert.settings import LOOSE
 
 from ._print import command, typed
@@ -84,6 +85,6 @@ def advise(status: Status) -> Advice:
         return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason, others)
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
         return Advice(command("finetune", *status.model, *train), "certificates need margins for which it trains")
-    bundled = list(status.model) == ["bundled"] and status.data is None
+    bundled = list(status.model) == [BUNDLED] and status.data is None
     what = [] if bundled else [*data, *TEN_MINUTES]
     return Advice(command("certify", *status.model, "--eps", status.eps, *what))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lipcert.errors import InputError
+from lipcert.inputs.sources import BUNDLED, Source
 from lipcert.settings import CertifySettings, parse_memory
 
 from ._commands import OUTPUT
@@ -87,14 +88,19 @@ def certify(
     several_models = models_file is not None or len(names) > 1
     if several_models and asked_source.checkpoint is not None:
         raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
-    start(*(() if several_models else names), *asked_source.files, classes, labels, data=data)
+    sources = [Source.of(name) for name in names or [None]]
+    if sources[0].chosen and sources[0].shipped and data is not None:
+        raise InputError(
+            f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or {BUNDLED}"
+        )
+    start(*asked_source.files, classes, labels, data=data)
     from . import _certifying
 
     attacked = "autoattack" if autoattack else "pgd" if attack else None
     _certifying.run(
         Plan(
             settings=[settings(attack=attacked, sigma=one.sigma) for one in asked],
-            names=names,
+            sources=sources,
             several_models=several_models,
             source=asked_source,
             denoiser=denoiser,
@@ -118,7 +124,7 @@ class Plan:
     """What is asked of the command; it stops at ``until``, by the monotonic clock."""
 
     settings: Sequence[CertifySettings]
-    names: Sequence[str]
+    sources: Sequence[Source]
     several_models: bool
     source: ModelOptions
     denoiser: str | None

@@ -21,8 +21,9 @@ from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.checkpoints import checkpoints
 from lipcert.inputs.data import Images, open_images
-from lipcert.inputs.loading import resolve
 from lipcert.inputs.processes import Processes
+from lipcert.inputs.sources import Source
+from lipcert.inputs.timm_networks import is_configured
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
 from lipcert.report import facts, other_order
@@ -46,14 +47,12 @@ from ._certify import Plan
 from ._loading import (
     load_model,
     model_options,
-    named,
     seconds_a_draw,
     show_preprocessing,
     status_of,
     torchrun,
     untrained,
 )
-from ._output import default_name
 from ._print import (
     busy,
     command,
@@ -91,7 +90,7 @@ def run(plan: Plan) -> None:
         if plan.several_models:
             outcomes, failed = _certify_all(plan, processes)
         else:
-            outcomes, failed = _certify_one(plan, plan.names[0] if plan.names else None, plan.out, processes), []
+            outcomes, failed = _certify_one(plan, plan.sources[0], plan.out, processes), []
 
         several = plan.several_models or len(plan.settings) > 1
         if plan.as_json:
@@ -126,7 +125,10 @@ class _Outcome:
 
 def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list[dict[str, str]]]:
     """Certifies the models one after the other; reports models that cannot be certified and continues."""
-    names, out = plan.names, plan.out
+    out = plan.out
+    for source in plan.sources:  # before the first of them runs
+        if not source.file:
+            is_configured(source.name)
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -136,28 +138,28 @@ def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list
             ) from error
     outcomes: list[_Outcome] = []
     failed: list[dict[str, str]] = []
-    for name in names:
-        path = None if out is None else out / default_name(name).with_suffix("").with_suffix(".jsonl").name
+    for source in plan.sources:
+        path = None if out is None else out / f"{source.stem}.jsonl"
         try:
-            outcomes += _certify_one(plan, name, path, processes)
+            outcomes += _certify_one(plan, source, path, processes)
         except Interrupted:
             raise
         except LipcertError as error:
             if processes.count > 1:  # the other processes would wait for this one
                 raise
-            complain(f"lipcert: {name}: {error}")
-            failed.append({"model": name, "error": str(error)})
+            complain(f"lipcert: {source.word}: {error}")
+            failed.append({"model": source.word, "error": str(error)})
     if not outcomes:
-        raise InputError(f"none of {len(names)} models could be certified")
+        raise InputError(f"none of {len(plan.sources)} models could be certified")
     return outcomes, failed
 
 
-def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Processes) -> list[_Outcome]:
+def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Processes) -> list[_Outcome]:
     """Certifies one model; for several σ once each, with files such as ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
     # Before loading: in another rounding mode the model's file would look damaged.
     check_environment(torch.device("cpu"))
-    label = named(name, plan.data)
-    loaded = load_model(name, plan.source, denoiser=plan.denoiser)
+    label = source.described
+    loaded = load_model(source, plan.source, denoiser=plan.denoiser)
     if untrained(loaded.net, plan.source):
         label += ", random weights: nothing to certify"
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
@@ -167,9 +169,8 @@ def _certify_one(plan: Plan, name: str | None, out: Path | None, processes: Proc
         say(f"images: {_some(len(images), images.total)}")
     if plan.fail_under is not None and not images.labelled:
         raise InputError("--fail-under needs labels, and these images have no labels for the classes of the model")
-    stem = "digits-vit" if label.startswith("digits-vit, ") else default_name(str(resolve(name))).name
-    stem = f"{stem.removesuffix('.lipcert.safetensors')}.certified"
-    words = model_options(name, plan.source, plan.denoiser)
+    stem = f"{source.stem}.certified"
+    words = model_options(source, plan.source, plan.denoiser)
     status = status_of(
         loaded,
         words,

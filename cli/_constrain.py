@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from lipcert.errors import Interrupted
+from lipcert.inputs.sources import Source
 from lipcert.settings import LOOSE, ConstrainSettings
 
 from ._advice import Status, advise
 from ._options import AsJson, Classes, Data, Force, Labels, Limit, ModelName, ModelOptions, options_of, out
-from ._output import check_out, default_name
+from ._output import check_out
 from ._parse import parse_duration
 from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
 
@@ -44,23 +45,21 @@ def constrain(
     as_json: AsJson = False,
 ) -> None:
     """Lower the norms of the layers and preserve their outputs on images; holds out every fifth image."""
-    asked, of_model = settings(), source()
+    asked, of_model, origin = settings(), source(), Source.of(model)
     until = time.time() + parse_duration(time_budget)
-    start(model, *of_model.files, classes, labels, data=data)
+    start(*of_model.files, classes, labels, data=data)
     from lipcert.certvit import constrain as constrain_model
     from lipcert.inputs.artifact import save
     from lipcert.inputs.batches import EVERY
     from lipcert.inputs.data import open_images
-    from lipcert.inputs.loading import resolve
 
     from ._loading import load_model, model_options, show_preprocessing, status_of, torchrun
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
-        origin = resolve(model)
-        loaded = load_model(model, of_model)
-        path = out or default_name(str(origin), "constrained")
-        check_out(path, [Path(origin), *of_model.files], loaded, "constrain", force)
+        loaded = load_model(origin, of_model)
+        path = out or Path(f"{origin.stem}.constrained.lipcert.safetensors")
+        check_out(path, [Path(origin.name), *of_model.files], loaded, "constrain", force)
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
         show_preprocessing(images, loaded)
 
@@ -90,9 +89,9 @@ def constrain(
             bound = report.after.log10_bound
             words = [str(path)]
             if bound is not None and bound > LOOSE:  # smoothing has no use for smaller norms
-                words = model_options(model, of_model)
+                words = model_options(origin, of_model)
             status = status_of(loaded, words, log10=bound, data=data, lists=lists)
-            _print_report(report, str(origin), path, status)
+            _print_report(report, origin.word, path, status)
 
 
 @dataclass(frozen=True)

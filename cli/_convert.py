@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipcert.errors import UnsupportedOperation
+from lipcert.inputs.sources import Source
 from lipcert.settings import LOOSE, check, option
 
 from ._advice import advise
 from ._options import AsJson, Force, ModelOptions, options_of, out
-from ._output import check_out, default_name
+from ._output import check_out
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
 if TYPE_CHECKING:
@@ -59,17 +60,17 @@ def convert(
 ) -> None:
     """Replace modules by Lipschitz ones and write an artifact; --data gives images for the weights of the new ones."""
     chosen: dict[str, Any] = vars(choices())
-    asked = source()
-    start(model, *asked.files, data=data)
+    asked, named = source(), Source.of(model)
+    start(*asked.files, data=data)
     from lipcert.inputs.artifact import save
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
     from ._loading import load_model, model_options, show_preprocessing, status_of
 
-    loaded = load_model(model, asked)
-    path = out or default_name(loaded.source.get("name", model))
-    check_out(path, [Path(model), *asked.files], loaded, "convert", force)
+    loaded = load_model(named, asked)
+    path = out or Path(f"{loaded.source.get('name', named.stem)}.lipcert.safetensors")
+    check_out(path, [Path(named.name), *asked.files], loaded, "convert", force)
     images, origin = None, {}
     if data is not None:
         opened = open_images(data, loaded, limit=IMAGES, purpose="train")
@@ -92,7 +93,7 @@ def convert(
         return
     log10 = None if after is None else after.log10
     # Where no method certifies the converted model, the original is more accurate.
-    words = model_options(model, asked) if log10 is not None and log10 > LOOSE else [str(path)]
+    words = model_options(named, asked) if log10 is not None and log10 > LOOSE else [str(path)]
     status = status_of(loaded, words, log10=log10, data=data)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     unchanged: dict[str, list[str]] = {}

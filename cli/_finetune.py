@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lipcert.errors import InputError
+from lipcert.inputs.sources import Source
 from lipcert.settings import COUNT, INSIDE, RECIPES, FinetuneSettings, check, option, recipe_settings, settings_of
 
 from ._commands import OUTPUT
@@ -103,15 +104,16 @@ def finetune(
     if validate and (validate < 0 or given.get("ema") is not None):
         raise InputError("--validate takes a number of images, and no --ema: it keeps the weights of one epoch")
     until = time.time() + parse_duration(time_budget)
-    start(model, teacher, *asked_source.files, classes, labels, data=asked_images.data)
+    source_of_model, of_teacher = Source.of(model), None if teacher is None else Source.of(teacher)
+    start(*asked_source.files, classes, labels, data=asked_images.data)
     from . import _finetuning
 
     _finetuning.run(
         given,
         recipe,
         asked_source,
-        model,
-        teacher,
+        source_of_model,
+        of_teacher,
         images.keywords,
         lists={"classes": classes, "labels": labels},
         validate=validate,

@@ -13,8 +13,8 @@ from torch import Tensor
 from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
-from lipcert.inputs.loading import resolve
 from lipcert.inputs.processes import Processes
+from lipcert.inputs.sources import Source
 from lipcert.model import Model
 from lipcert.results import share
 from lipcert.settings import RECIPES, FinetuneSettings, eps_text
@@ -37,7 +37,7 @@ from ._advice import TEN_MINUTES, Advice, advise
 from ._finetune import TrainingImages
 from ._loading import load_model, show_preprocessing, status_of, torchrun
 from ._options import ModelOptions
-from ._output import check_out, default_name
+from ._output import check_out
 from ._print import busy, command, print_facts, print_json, progress, say, words_of
 
 _EVALUATED = 64
@@ -63,8 +63,8 @@ def run(
     given: Mapping[str, Any],
     recipe: str | None,
     of_model: ModelOptions,
-    model: str | None,
-    teacher: str | None,
+    source: Source,
+    teacher: Source | None,
     images_given: Mapping[str, Any],
     *,
     lists: Mapping[str, Any],
@@ -78,15 +78,14 @@ def run(
     """Trains the model and writes it to a file."""
     _augmentation(TrainingImages(**images_given))  # checks its settings before the model is read
     with torchrun() as processes:
-        source = resolve(model)
-        loaded = load_model(model, of_model, new_head=True)
+        loaded = load_model(source, of_model, new_head=True)
         reason = "asked for"
         if recipe is None and "loss" not in given and "sigma" not in given:
             recipe, reason = recipe_for(loaded)
         asked = settings_for(loaded, recipe, given)
         of = TrainingImages(**{**(RECIPES[recipe].images if recipe else {}), **images_given})
-        path = out or default_name(str(source), "finetuned")
-        check_out(path, [Path(source), *of_model.files], loaded, "finetune", force, asked.described())
+        path = out or Path(f"{source.stem}.finetuned.lipcert.safetensors")
+        check_out(path, [Path(source.name), *of_model.files], loaded, "finetune", force, asked.described())
         unfinished, best = (path.with_name(f"{path.name}.{kind}") for kind in ("checkpoint", "best"))
         taught = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
         check_trainable(loaded, asked, taught)
@@ -189,7 +188,7 @@ def run(
             best_epoch = [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images{what_of}")]
         print_facts(
             [
-                ("model", str(source)),
+                ("model", source.word),
                 ("images", f"{count} of {of.data}" + (f", split {images.split}" if images.split else "")),
                 (f"{what}, before", share(*before)),
                 (f"{what}, after", f"{share(*after)}, on {on} images"),

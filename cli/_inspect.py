@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipcert.inputs.sources import Source
 from lipcert.settings import LOOSE, shown, unreached
 
 from ._advice import advise
@@ -33,13 +34,13 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show the Lipschitz constants of the operations on the path that determines the global bound."""
-    asked = source()
-    start(model, *asked.files)
+    asked, named = source(), Source.of(model)
+    start(*asked.files)
     from lipcert.bounds import lipschitz
 
     from ._loading import load_model, model_options, status_of
 
-    loaded = load_model(model, asked, features=True)
+    loaded = load_model(named, asked, features=True)
     with progress("reading the network") as update:
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)
@@ -68,7 +69,7 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        facts += advise(status_of(loaded, model_options(model, asked), log10=bound.log10)).facts
+        facts += advise(status_of(loaded, model_options(named, asked), log10=bound.log10)).facts
     print_facts(facts)
 
 

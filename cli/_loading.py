@@ -9,18 +9,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lipcert.errors import InputError, LoadError, first_line
 from lipcert.inputs.data import Images
-from lipcert.inputs.loading import BUNDLED, is_file, load, resolve
+from lipcert.inputs.loading import load
 from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
 from lipcert.inputs.processes import Processes
-from lipcert.inputs.timm_networks import unconfigured
+from lipcert.inputs.sources import Source
+from lipcert.inputs.timm_networks import is_configured
 from lipcert.model import Model
 from lipcert.numerics import keep_freed
 from lipcert.smoothing import Denoised
@@ -34,7 +33,7 @@ _SAMPLED = 64  # images whose sizes are read
 
 
 def load_model(
-    model: str | None,
+    source: Source,
     asked: ModelOptions,
     *,
     features: bool = False,
@@ -44,13 +43,12 @@ def load_model(
     """The model of a command on its device; reports which one it is if the user named none."""
     keep_freed()
     arguments = parse_model_args(asked.model_args)
-    source = resolve(model)
-    if not is_file(str(source)) and unconfigured(str(source)):
+    if not source.file and not is_configured(source.name):
         arguments |= asked.stated(arguments.get("in_chans", 3))
-    if model is None:
-        say(f"model: {named(model)}; name a model to use another")
+    if source.chosen:
+        say(f"model: {source.described}; name a model to use another")
     torch.manual_seed(0)  # so that random weights are the same in every run
-    with busy(f"loading {source}"):
+    with busy(f"loading {source.word}"):
         try:
             loaded = load(
                 source,
@@ -74,21 +72,6 @@ def load_model(
     return loaded
 
 
-def named(model: str | None, data: str | None = None) -> str:
-    """The model of a command in words; for images of the user's, the bundled one must be named."""
-    source = resolve(model)
-    if model is not None:
-        return "digits-vit, bundled" if source == BUNDLED else model
-    if source != BUNDLED:
-        age = timedelta(seconds=int(max(0.0, time.time() - Path(source).stat().st_mtime)))
-        return f"{source}, the newest artifact in this folder, written {age} ago"
-    if data is not None:
-        raise InputError(
-            f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or bundled"
-        )
-    return "digits-vit, bundled: this folder holds no artifact"
-
-
 def untrained(net: torch.nn.Module, weights: Weights) -> bool:
     """Whether weights are random: by the options, or as the gains and biases of all norms have equal entries."""
     if weights.no_pretrained and weights.checkpoint is None:
@@ -98,9 +81,9 @@ def untrained(net: torch.nn.Module, weights: Weights) -> bool:
     return bool(vectors) and all(bool((vector == vector[0]).all()) for vector in vectors)
 
 
-def model_options(model: str | None, asked: ModelOptions, denoiser: str | None = None) -> list[str]:
+def model_options(source: Source, asked: ModelOptions, denoiser: str | None = None) -> list[str]:
     """The words that name the same model again in another command: its name, and the options that were given."""
-    words = [str(resolve(model)) if model is None and resolve(model) != BUNDLED else model or "bundled"]
+    words = [source.word]
     for one in fields(asked):
         value = getattr(asked, one.name)
         if value != one.default:

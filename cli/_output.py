@@ -10,16 +10,6 @@ if TYPE_CHECKING:
     from lipcert.model import Model
 
 
-def default_name(source: str, step: str = "") -> Path:
-    """A file in the working folder, named after a model or its file, and after the step."""
-    from lipcert.inputs.loading import is_file
-
-    name = Path(source).name if is_file(source) else source
-    stem = name.removesuffix(".safetensors").removesuffix(".lipcert")
-    safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in stem)
-    return Path(f"{safe}{'.' + step if step else ''}.lipcert.safetensors")
-
-
 def check_out(
     path: Path,
     inputs: list[Path],

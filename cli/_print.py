@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from lipcert.inputs.files import check_there, is_named_data, place_of
@@ -201,7 +202,7 @@ def in_bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1.0, count / 1e6):.0f} MB"
 
 
-def start(*files: str | os.PathLike[str] | None, data: str | None = None) -> None:
+def start(*files: Path | None, data: str | None = None) -> None:
     """Checks that files and images are there, then imports torch and timm, which takes seconds."""
     check_there(*files)
     if data is not None and not is_named_data(data):

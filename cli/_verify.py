@@ -8,6 +8,7 @@ import typer
 
 from lipcert.errors import InputError, LipcertError
 from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.inputs.sources import Source
 
 from ._options import AsJson, Classes, Denoiser, Labels, ModelOptions, Weights, options_of
 from ._print import command, complain, print_facts, print_json, progress, say, start
@@ -35,8 +36,8 @@ def verify(
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     if Path(model).suffix == ".jsonl" or results.suffix == ".safetensors":
         raise InputError(f"MODEL comes first, then RESULTS: lipcert verify {results} {model}")
-    asked_weights = weights()
-    start(model, results, *asked_weights.files, classes, labels, data=data)
+    asked_weights, named = weights(), Source.of(model)
+    start(results, *asked_weights.files, classes, labels, data=data)
     from lipcert.inputs.data import open_images
     from lipcert.numerics import as_assumed
     from lipcert.results import read_run
@@ -48,7 +49,7 @@ def verify(
     run = read_run(results)
     recorded = Preprocessing.of_summary(run.summary.get("preprocessing") or {})
     try:
-        loaded = load_model(model, ModelOptions(**vars(asked_weights), **vars(recorded)), denoiser=denoiser)
+        loaded = load_model(named, ModelOptions(**vars(asked_weights), **vars(recorded)), denoiser=denoiser)
     except LipcertError as error:
         raise InputError(
             f"{model} cannot be loaded as {run.network}, of which {results} holds rows: {error}"

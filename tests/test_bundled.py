@@ -9,8 +9,9 @@ import torch
 
 import lipcert
 from lipcert.certifier import Certificates
+from lipcert.inputs.checkpoints import ASSETS
 from lipcert.inputs.data import Batch, open_images
-from lipcert.inputs.loading import BUNDLED
+from lipcert.inputs.sources import BUNDLED
 from lipcert.model import Model
 
 EPS = 36 / 255
@@ -28,7 +29,7 @@ def certified() -> tuple[Model, Batch, Certificates]:
 
 
 def test_files_are_small() -> None:
-    sizes = {path.name: path.stat().st_size for path in BUNDLED.parent.glob("*.safetensors")}
+    sizes = {path.name: path.stat().st_size for path in ASSETS.glob("*.safetensors")}
     assert sizes
     assert max(sizes.values()) < 5_000_000, sizes
 

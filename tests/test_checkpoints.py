@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.cli import app
 from lipcert.inputs.artifact import read_metadata
-from lipcert.inputs.checkpoints import Checkpoint, checkpoints, path_of
+from lipcert.inputs.checkpoints import ASSETS, Checkpoint, checkpoints, path_of
 from lipcert.inputs.data import open_images
-from lipcert.inputs.loading import BUNDLED
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 LARGEST = 5_000_000  # bytes
@@ -21,7 +20,7 @@ EACH = pytest.mark.parametrize("row", checkpoints(), ids=lambda row: row.name)
 
 
 def test_there_are_some() -> None:
-    assert path_of("digits-vit") == BUNDLED
+    assert path_of("digits-vit") == ASSETS / "digits_vit.safetensors"
     assert path_of("digits") is None
     assert len({row.name for row in checkpoints()}) == len(checkpoints())
 

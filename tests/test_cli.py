@@ -637,13 +637,17 @@ def test_many_models(artifact):
     run("certify", "second.lipcert.safetensors", "--data", "images", "--eps", "0.1", "--out", "one.jsonl", *GLORO)
     assert timeless(read_rows("results/second.jsonl")) == timeless(read_rows("one.jsonl"))
 
-    Path("zoo.txt").write_text("# mine\nmodel.safetensors\n\nnone.safetensors\n")
-    command = ["certify", "--models", "zoo.txt", "--data", "images", "--eps", "0.1", "--out", "results", *GLORO]
+    Path("damaged.safetensors").write_bytes(b"damaged")
+    command = ["certify", "model.safetensors", "damaged.safetensors", "--data", "images", "--eps", "0.1", *GLORO]
+    command += ["--out", "results"]
+    assert "there is no file" in refused(*command, "none.safetensors")  # before the first of them runs
+    assert "timm has no model" in refused(*command, "resnet8")
+    assert "timm has no weights called" in refused(*command, "resnet18.foo")
     result = run(*command, "--json", code=2)
     printed = json.loads(result.stdout)
     assert [summary["counts"]["images"] for summary in printed["models"]] == [7]
-    assert printed["failed"][0]["model"] == "none.safetensors"
-    assert "lipcert: none.safetensors: there is no file" in result.stderr
+    assert printed["failed"][0]["model"] == "damaged.safetensors"
+    assert "lipcert: damaged.safetensors: " in result.stderr
     assert "continuing after 7 images" in result.stderr
 
 
@@ -661,7 +665,7 @@ def test_many_models_that_cannot_be_certified(artifact):
     assert "names no model" in refused(*command, "--models", "zoo.txt")
     assert "cannot read" in refused(*command, "--models", "none.txt")
     assert "one by one" in refused(*command, "a", "b", "--checkpoint", "w.pth")
-    assert "must be a folder" in refused(*command, "a", "b", "--out", "zoo.txt")
+    assert "must be a folder" in refused(*command, "resnet18", "resnet34", "--out", "zoo.txt")
     assert "none of 2 models" in run(*command, "a.pth", "b.pth", code=2).stderr
 
 

@@ -577,12 +577,11 @@ def test_command_on_the_bundled_model_and_images(folder, monkeypatch):
     Path("model.lipcert.safetensors").rename(folder / "images" / "bundled.safetensors")
     data = {"images": (255 * pictures(10)).byte(), "labels": torch.arange(10) % 3}
     safetensors.torch.save_file(data, folder / "images" / "data.safetensors")
-    for name in ("lipcert.inputs.loading.BUNDLED", "lipcert.cli._loading.BUNDLED"):
-        monkeypatch.setattr(name, folder / "images" / "bundled.safetensors")
+    monkeypatch.setattr("lipcert.inputs.sources.path_of", {"digits-vit": folder / "images" / "bundled.safetensors"}.get)
     monkeypatch.setattr("lipcert.inputs.data.BUNDLED", folder / "images" / "data.safetensors")
     result = run("constrain")
     assert "model: digits-vit, bundled" in result.stderr
-    assert load_artifact("bundled.constrained.lipcert.safetensors")
+    assert load_artifact("digits-vit.constrained.lipcert.safetensors")
     assert "accuracy" in result.stdout
 
 

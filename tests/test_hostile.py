@@ -28,7 +28,8 @@ from lipcert.errors import InputError, LipcertError
 from lipcert.inputs import artifact
 from lipcert.inputs.artifact import is_artifact, load_artifact, read_metadata, save
 from lipcert.inputs.data import open_images
-from lipcert.inputs.loading import BUNDLED, load, resolve
+from lipcert.inputs.loading import load
+from lipcert.inputs.sources import BUNDLED, Source
 from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
 from lipcert.report import read_runs
 from lipcert.results import ResultFile, read_rows
@@ -551,7 +552,7 @@ def test_a_pipe_among_images_and_as_a_model(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "w.safetensors")
     refused(load, tmp_path / "w.safetensors")
     monkeypatch.chdir(tmp_path)
-    assert resolve(None) == BUNDLED
+    assert Source.of(None).word == BUNDLED
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a" * 300 + "/b", "\0"])

@@ -5,6 +5,9 @@ import http.server
 import json
 import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 from pathlib import Path
 
@@ -22,7 +25,8 @@ import lipcert
 from lipcert.errors import InputError, LipcertError, LoadError
 from lipcert.inputs import timm_networks as _timm
 from lipcert.inputs.artifact import save
-from lipcert.inputs.loading import BUNDLED, load, number_of_classes, resolve
+from lipcert.inputs.loading import load, number_of_classes
+from lipcert.inputs.sources import Source
 
 TINY = {"img_size": 32, "patch_size": 8, "num_classes": 10, "depth": 1}
 
@@ -359,21 +363,21 @@ def test_resolve_takes_the_newest_artifact(tmp_path, monkeypatch):
         os.utime(name, (1e9 - age, 1e9 - age))
     safetensors.torch.save_file({"x": torch.zeros(1)}, "foreign.safetensors")
     Path("damaged.safetensors").write_bytes(b"damaged")
-    assert resolve(None) == Path("new.safetensors")
-    assert resolve("resnet18") == "resnet18"
-    assert resolve("bundled") == BUNDLED
+    assert Source.of(None) == Source("new.safetensors", "new.safetensors", file=True, chosen=True)
+    assert Source.of("resnet18") == Source("resnet18", "resnet18")
+    assert Source.of("bundled") == Source.of("digits-vit")
     assert load(None).source != model.source
 
 
 def test_resolve_falls_back_to_the_bundled_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bundled = tmp_path / "elsewhere" / "bundled.safetensors"
-    monkeypatch.setattr("lipcert.inputs.loading.BUNDLED", bundled)
+    monkeypatch.setattr("lipcert.inputs.sources.path_of", {"digits-vit": bundled}.get)
     with pytest.raises(LoadError, match="no model named"):
-        resolve(None)
+        Source.of(None)
     bundled.parent.mkdir()
     save(load("vit_tiny_patch16_224", pretrained=False, **TINY), bundled)
-    assert resolve(None) == bundled
+    assert Source.of(None).name == str(bundled)
 
 
 def assert_same_weights(net: nn.Module, expected: nn.Module) -> None:
@@ -461,3 +465,46 @@ def test_modules_as_people_have_them():
         with pytest.raises(InputError) as caught:
             load(source)
         assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("text", "file"),
+    [
+        ("vit_tiny_patch16_224", False),
+        ("vit_tiny_patch16_224.augreg_in21k", False),
+        ("hf-hub:timm/vit_tiny_patch16_224.augreg_in21k", False),
+        ("vit_tiny_patch16_224.lipcert.safetensors", True),
+        ("./vit_tiny_patch16_224.lipcert.safetensors", True),
+        ("other/vit_tiny_patch16_224.pth", True),
+        ("vit_tiny_patch16_224.mine", True),  # timm takes it for a tag
+        ("resnet18", False),  # beside a folder of that name
+        ("sharded", True),
+    ],
+)
+def test_a_name_is_a_file_or_not_before_timm_sees_it(text, file):
+    for folder in ("other", "resnet18", "sharded"):
+        Path(folder).mkdir()
+    for name in (
+        "vit_tiny_patch16_224.lipcert.safetensors",
+        "other/vit_tiny_patch16_224.pth",
+        "vit_tiny_patch16_224.mine",
+    ):
+        Path(name).touch()
+    assert Source.of(text) == Source(text, text, file=file)
+
+
+def test_names_are_checked_without_torch():
+    script = """
+        import sys
+        from lipcert.errors import LoadError
+        from lipcert.inputs.sources import Source
+        for name in ("resnet18", "vit_base_patch16_224_in21k", "liresnet_l6w64"):  # the second one is deprecated
+            Source.of(name)
+        try:
+            Source.of("resnet8")
+        except LoadError as error:
+            print(error)
+        assert not {"torch", "timm"} & {*sys.modules}
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True)
+    assert "timm has no model 'resnet8' (did you mean" in done.stdout

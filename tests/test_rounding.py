@@ -27,7 +27,7 @@ from lipcert.certifier import Anchored, DeployedAnchored
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, capture
 from lipcert.inputs.data import open_images
-from lipcert.inputs.loading import BUNDLED
+from lipcert.inputs.sources import BUNDLED
 from lipcert.model import Model
 from lipcert.norms import conv_norm, dense_norm
 from lipcert.roundoff import DTYPES, REAL, Format, Roundoff, error_norm

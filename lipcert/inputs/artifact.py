@@ -24,6 +24,7 @@ from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.inputs.construction import check_described
 from lipcert.inputs.files import replacing
+from lipcert.inputs.sources import is_artifact
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
 from lipcert.inputs.weights import check_finite, keys_of
 from lipcert.model import Model, checked
@@ -213,14 +214,6 @@ def _fill(model: Model, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype
         if value.shape != tensor.shape or value.is_floating_point() != tensor.is_floating_point():
             raise ValueError(f"{name} is of another shape or kind")
         tensor.data = value if dtype is None or not value.is_floating_point() else value.to(dtype)
-
-
-def is_artifact(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a safetensors file with lipcert's metadata; nothing else is checked."""
-    try:
-        return os.path.isfile(path) and "lipcert" in keys_of(Path(path))[1]  # reading a pipe would block
-    except LoadError:
-        return False
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:

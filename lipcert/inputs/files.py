@@ -16,13 +16,11 @@ WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 KINDS = {"torch": None, "hfds": "datasets"}
 
 
-def check_there(*files: str | os.PathLike[str] | None) -> None:
-    """Refuses files that do not exist; names of models that are no files pass, and so does None."""
+def check_there(*files: Path | None) -> None:
+    """Refuses files that do not exist; None passes."""
     for file in files:
-        name = "" if file is None else os.fspath(file)
-        means_file = isinstance(file, Path) or Path(name).suffix.lower() in WEIGHTS
-        if means_file and not name.startswith("hf") and not os.path.lexists(name):
-            raise LoadError(f"there is no file {name}")
+        if file is not None and not os.path.lexists(file):
+            raise LoadError(f"there is no file {file}")
 
 
 def is_named_data(spec: str | None) -> bool:

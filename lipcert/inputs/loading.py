@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import timm.data
@@ -22,22 +20,20 @@ from torchvision.transforms.v2 import Normalize as Normalize2
 
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.graph import first_run
-from lipcert.inputs.artifact import is_artifact, load_artifact
-from lipcert.inputs.checkpoints import ASSETS, path_of
-from lipcert.inputs.files import WEIGHTS
+from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.preprocessing import check_scale
-from lipcert.inputs.timm_networks import create_net, is_timm_name, rebuild_recipe, takes_size
+from lipcert.inputs.sources import BUNDLED, Source, is_artifact
+from lipcert.inputs.timm_networks import create_net, rebuild_recipe, takes_size
 from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
-BUNDLED = ASSETS / "digits_vit.safetensors"
 _PIXELS = ("mean", "std", "input_size")
 
 
 @loads_modules
 @outside_inference_mode
 def load(
-    source: str | os.PathLike[str] | nn.Module | None = "bundled",
+    source: str | os.PathLike[str] | nn.Module | Source | None = BUNDLED,
     *,
     pretrained: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -56,8 +52,8 @@ def load(
 
     Args:
         source: a timm name, an ``hf-hub:`` id, a lipcert artifact, a checkpoint file that names its architecture, a
-            module, or the name of a checkpoint that comes with lipcert, see :mod:`lipcert.inputs.checkpoints`;
-            ``"bundled"`` and None stand for its ``"digits-vit"``.
+            module, or the name of a checkpoint that comes with lipcert, see :mod:`lipcert.inputs.checkpoints`; None
+            stands for ``"digits-vit"``.
         pretrained: whether timm loads the weights of the name, from its cache or the hub.
         checkpoint: a file with weights for the name: ``.safetensors``, or a PyTorch checkpoint, from which only tensors
             are read.
@@ -108,22 +104,21 @@ def load(
         return model
     if type(source).__name__ == "ExportedProgram":
         raise InputError("the model is an exported program; give the module that it was exported from")
-    if source is not None and not (isinstance(source, (str, os.PathLike)) and os.fspath(source)):
+    is_name = isinstance(source, Source) or (isinstance(source, (str, os.PathLike)) and os.fspath(source))
+    if source is not None and not is_name:
         weights = "; weights are saved to a file and given with its timm name: lipcert.load(NAME, checkpoint=FILE)"
         raise InputError(
             f"a model is a name, a file or a module, got {type(source).__name__}"
             + (weights if isinstance(source, Mapping) else "; the bundled one is lipcert.load()")
         )
-    name = os.fspath(resolve(source or "bundled"))
-    if is_file(name):
+    named = source if isinstance(source, Source) else Source.of(source or BUNDLED)
+    name = named.name
+    if named.file:
         if is_artifact(name):
             if not pretrained:
                 options.add("pretrained=False (--no-pretrained)")
             _refuse(options | ({"freeze"} if freeze else set()), f"the lipcert artifact {name}, which is complete")
             return load_artifact(name)
-        hub = re.fullmatch(r"(?:https?:/+huggingface\.co/)?([\w-]+/[\w.-]+)", name)
-        if hub and not os.path.exists(name) and Path(name).suffix not in WEIGHTS:
-            raise LoadError(f"there is no file {name}; a model of the hub is given as hf-hub:{hub[1]}")
         if checkpoint is not None:
             raise InputError(f"{name} and {checkpoint} are two files; give a timm name with checkpoint= (--checkpoint)")
         architecture = read_checkpoint(name).name
@@ -157,25 +152,6 @@ def _frozen(net: nn.Module) -> nn.Module:
         for name, value in values.items():
             module.register_parameter(name, nn.Parameter(value, requires_grad=False))
     return net
-
-
-def resolve(model: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """Resolves a command's MODEL argument."""
-    if model is not None:
-        return BUNDLED if model == "bundled" else path_of(os.fspath(model)) or model
-    artifacts = [path for path in Path().glob("*.safetensors") if is_artifact(path)]
-    if artifacts:
-        return max(artifacts, key=lambda path: (path.stat().st_mtime_ns, path.name))
-    if BUNDLED.is_file():
-        return BUNDLED
-    raise LoadError("no model named, and no lipcert artifact in this folder; name one, such as vit_tiny_patch16_224")
-
-
-def is_file(source: str) -> bool:
-    """Whether a model argument means a file: by its suffix, by a folder in its name, or because the file exists."""
-    if Path(source).suffix.lower() in WEIGHTS:
-        return True
-    return not is_timm_name(source) and (os.sep in source or os.path.exists(source))
 
 
 def number_of_classes(model: Model) -> int:

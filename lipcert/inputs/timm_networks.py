@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import http.client
 import inspect
 import logging
@@ -22,9 +21,8 @@ from torch import nn
 
 import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
 from lipcert.errors import LoadError, first_line, shortened
+from lipcert.inputs.sources import FOLDER, HUB, unknown
 
-HUB = ("hf-hub:", "hf_hub:")
-FOLDER = "local-dir:"
 PROBE_SECONDS = 5.0
 _NETWORK_ERRORS = (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled)
 
@@ -32,35 +30,36 @@ _NETWORK_ERRORS = (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsE
 WEIGHT_ARGUMENTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
 
 
-def is_timm_name(source: str) -> bool:
-    """Whether timm can build ``source``: a registered name (with or without tag), a hub id or a ``local-dir:``."""
-    return source.startswith((*HUB, FOLDER)) or timm.is_model(source)
+def is_configured(name: str) -> bool:
+    """Whether there is a configuration (mean, std, image size) for a timm name, a hub id or a ``local-dir:``.
+
+    Raises:
+        LoadError: timm has no such architecture, or no weights with the tag of this name.
+    """
+    if name.startswith((*HUB, FOLDER)):
+        return True
+    if not timm.is_model(name):
+        raise LoadError(unknown(name, timm.list_models()))
+    architecture, _, tag = name.partition(".")
+    configured = False
+    with contextlib.suppress(RuntimeError):  # timm's, for a tag that it does not have
+        configured = timm.models.get_pretrained_cfg(name) is not None
+    if tag and not configured:
+        tagged = [n for n in timm.list_models(f"{architecture}.*", pretrained=True) if n.startswith(f"{architecture}.")]
+        raise LoadError(
+            f"timm has no weights called {name!r}; it has {', '.join(tagged) or 'none for this architecture'}"
+        )
+    return configured
 
 
 def create_net(name: str, *, pretrained: bool, arguments: Mapping[str, Any]) -> nn.Module:
     """Calls ``timm.create_model`` and reports every failure in one line."""
-    if not is_timm_name(name):
-        raise LoadError(
-            f"timm has no model {shortened(name)!r}{_similar(name)}; a file is given by its path, "
-            "a hub model as hf-hub:OWNER/NAME"
-        )
+    is_configured(name)
     try:
         with _hub() if pretrained or name.startswith(HUB) else contextlib.nullcontext():
             return timm.create_model(name, pretrained=pretrained, **arguments)
     except Exception as error:
         raise LoadError(_explain(name, arguments, error)) from error
-
-
-def unconfigured(name: str) -> bool:
-    """Whether timm can build an architecture, but has no configuration (mean, std, image size) for it.
-
-    Raises:
-        LoadError: the architecture has configurations, but none with the tag of this name.
-    """
-    try:
-        return timm.is_model(name) and timm.models.get_pretrained_cfg(name) is None
-    except RuntimeError as error:
-        raise LoadError(_explain(name, {}, error)) from error
 
 
 def takes_size(name: str) -> bool:
@@ -138,10 +137,6 @@ def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
             f"timm has no pretrained weights for {name}; give a file with checkpoint= (--checkpoint), "
             "or take random weights with pretrained=False (--no-pretrained)"
         )
-    if "Invalid pretrained tag" in message:
-        architecture = name.partition(".")[0]
-        tagged = [n for n in timm.list_models(f"{architecture}.*", pretrained=True) if n.startswith(f"{architecture}.")]
-        return f"timm has no weights called {name!r}; it has {', '.join(tagged) or 'none for this architecture'}"
     if arguments:
         listing = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)
         return f"timm cannot build {name} with {listing}: {message}"
@@ -156,8 +151,3 @@ def is_network_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _similar(name: str) -> str:
-    close = difflib.get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
