@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds._arguments import named
+from lipcert.bounds._patterns import canonical_forms
 from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, check_entries, kept_whole, refusal
 from lipcert.bounds._scales import check_scales
 from lipcert.bounds._value import Value
-from lipcert.bounds.forms import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
 from lipcert.graph import (
     PIECES,
@@ -292,10 +292,6 @@ def _depends(argument: Any) -> bool:
 @alone
 def lipschitz(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Bound:
     """An upper bound on the ℓ2 Lipschitz constant of the map from pixels in [0, 1] to logits.
-
-    Constants are those of the model's own type: the unit vectors of a Householder activation may miss norm 1 by
-    rounding of that type, where the map in real arithmetic jumps by as much. :func:`lipcert.certify`, which works on a
-    copy in float64, refuses such vectors unless they have norm 1 to float64's rounding.
 
     Args:
         model: a :class:`lipcert.Model`, or any module in evaluation mode that takes images in [0, 1].
