@@ -2,22 +2,24 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from truth import Forward, holds_or_refused
 
 import lipcert
-from lipcert.bounds import Operand, local_error
+from lipcert.bounds import Operand, kept_whole, local_error
 from lipcert.certifier import METHODS, Certifier
 from lipcert.errors import LipcertError, UnsupportedOperation
-from lipcert.graph import Replay, capture
+from lipcert.graph import Replay, alterations, capture
 from lipcert.numerics import Upper
 from lipcert.roundoff import Format
-from lipcert.surgery import L2SetAttention, L2WindowAttention, SmoothProject
+from lipcert.surgery import L2Attention, L2SetAttention, L2WindowAttention, LipLinear, SmoothProject
 
 LINEAR = ("lofast", "anchored", "staged")
 
@@ -845,3 +847,164 @@ def test_numbers_of_a_wider_type_are_rounded(name, dtype):
     for method in ("gloro", "anchored"):
         found = lipcert.certify(model, image, eps=1e-9, method=method, dtype=dtype)
         assert found.radius.item() == 0 or found.predicted == seen, method
+
+
+# Code that is not that of a module's class: rules for whole modules, and lofast-paper, are about the source.
+
+
+class Attending(nn.Module):
+    """L2 attention that knows its constant, in front of a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.attn, self.head = L2Attention(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.attn(x.flatten(2).mT).mean(1))
+
+
+class Louder(torch.Tensor):
+    """A weight that a library scales where it is used."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        return 30 * made.as_subclass(torch.Tensor) if function is F.linear else made
+
+    def __deepcopy__(self, memo):
+        return nn.Parameter(self.detach().clone().as_subclass(Louder))
+
+
+class LouderLinear(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        return 30 * made if function is F.linear else made
+
+
+linear, calls = nn.Linear.forward, nn.Module._call_impl
+CODE = {
+    "forward of a part's class": lambda m, net: m.setattr(nn.Linear, "forward", lambda z, x: 30 * linear(z, x)),
+    "a class of the part itself": lambda m, net: m.setattr(
+        LipLinear, "forward", lambda z, x: 30 * linear(z, x), raising=False
+    ),
+    "a weight that is computed": lambda m, net: m.setattr(
+        LipLinear, "weight", property(lambda z: 30 * z._parameters["weight"]), raising=False
+    ),
+    "a method": lambda m, net: m.setattr(L2Attention, "mixing", lambda z, w=L2Attention.mixing: 30 * w(z)),
+    "the call of every module": lambda m, net: m.setattr(
+        nn.Module, "_call_impl", lambda z, *a, **k: (30 if isinstance(z, LipLinear) else 1) * calls(z, *a, **k)
+    ),
+    "an attribute of the part": lambda m, net: setattr(net.attn.q, "forward", lambda x: 30 * linear(net.attn.q, x)),
+    "a tensor of another class": lambda m, net: setattr(
+        net.attn.proj, "weight", nn.Parameter(net.attn.proj.weight.detach().as_subclass(Louder))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_code_of_parts_is_seen(name, monkeypatch):
+    net = Attending()
+    assert kept_whole(net.attn)
+    CODE[name](monkeypatch, net)
+    assert not kept_whole(net.attn)
+    assert next(alterations(net.attn), None)
+    if name not in ("an attribute of the part", "a tensor of another class"):
+        holds_or_refused(net, (4, 2, 2), methods=("gloro", "local"))
+    monkeypatch.undo()
+    assert kept_whole(Attending().attn)
+
+
+def test_a_weight_of_another_class_than_torchs_is_refused():
+    """Its norm is that of its numbers, and the layer multiplies by 30 times as much."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3, bias=False)).double().eval()
+    net[1].weight = nn.Parameter(random(3, 12).as_subclass(Louder))
+    model = lipcert.load(net, mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 2, 2))
+    with pytest.raises(UnsupportedOperation, match="linear with a tensor of class Louder"):
+        lipcert.lipschitz(model)
+
+
+def test_functions_of_torch_that_were_replaced_are_refused(monkeypatch):
+    model = lipcert.load(Attending().eval(), mean=(0.0,) * 4, std=(1.0,) * 4, input_size=(4, 2, 2))
+    own = F.linear
+    for place, name in ((F, "linear"), (torch.Tensor, "softmax"), (torch, "matmul"), (torch.Tensor, "__matmul__")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, lambda *given: 30 * own(*given))
+            with pytest.raises(LipcertError, match=rf"{name} is replaced by a function of .*{__name__}\.py"):
+                lipcert.lipschitz(model)
+    with LouderLinear(), pytest.raises(LipcertError, match="LouderLinear changes what torch's functions compute"):
+        lipcert.lipschitz(model)
+    assert math.isfinite(lipcert.lipschitz(model).log10)
+
+
+PAPER = {
+    "img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 1, "mlp_ratio": 2, "class_token": False,
+    "global_pool": "avg", "final_norm": False, "qkv_bias": False, "num_classes": 3,
+}  # fmt: skip
+
+
+def paper(seed=0):
+    torch.manual_seed(seed)
+    model = lipcert.load("vit_tiny_patch16_224", pretrained=False, mean=(0.5,) * 3, std=(0.4,) * 3, **PAPER)
+    return lipcert.convert(model, attention="keep", norm="lofast")
+
+
+def scaled_by(scale, fused):
+    def change(attention):
+        attention.scale, attention.fused_attn = scale, fused
+
+    return change
+
+
+# What the attention of a vision transformer has beside its weights, whether it reads it or not.
+ATTRIBUTES = {
+    "a scale that fused attention does not read": scaled_by(1 / 8, True),
+    "a scale that is read": scaled_by(3.0, False),
+    "a negative scale": scaled_by(-0.5, False),
+    "two heads in place of one": lambda attention: vars(attention).update(num_heads=2, head_dim=4),
+}
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_attributes_of_attention(name, alike):
+    """Where the tokens of an image are all alike, the weights of attention do not show in its result."""
+    model = paper()
+    net, attention = model.net, model.net.blocks[0].attn
+    ATTRIBUTES[name](attention)
+    with torch.no_grad():
+        attention.qkv.weight.mul_(9)
+        net.pos_embed.mul_(0.0 if alike else 9.0)
+    found = holds_or_refused(model.net.double(), (3, 8, 8), methods=("lofast-paper",))["lofast-paper"]
+    assert isinstance(found, torch.Tensor), found
+    assert (found > 0).any()
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "softmax"])
+def test_what_is_read_of_a_network_must_give_its_results(name, monkeypatch):
+    """Functions that timm's code takes from elsewhere are no code of its classes."""
+    model = paper()
+    model.net.blocks[0].attn.fused_attn = name != "softmax"
+    model.net.pos_embed.data.zero_()
+    images = torch.full((1, 3, 8, 8), 0.5)
+    assert lipcert.certify(model, images, eps=0.01, method="lofast-paper").radius[0] > 0
+    if name == "softmax":
+        monkeypatch.setattr("timm.layers.attention.maybe_add_mask", lambda scores, mask: 4 * scores)
+    else:
+        wider = SimpleNamespace(scaled_dot_product_attention=lambda q, k, v, **_: (q @ k.mT).softmax(-1) @ v)
+        monkeypatch.setattr("timm.layers.attention.F", wider)
+    with pytest.raises(LipcertError, match=r"blocks\.0 returns another result than its weights and attributes give"):
+        lipcert.certify(model, images, eps=0.01, method="lofast-paper")
+
+
+def test_embedding_and_head_must_be_those_that_are_read(monkeypatch):
+    for place in ("head", "patch_embed"):
+        model = paper()
+        with monkeypatch.context() as patch:
+            if place == "head":
+                patch.setattr("timm.models.vision_transformer.global_pool_nlc", lambda x, **_: 2 * x.mean(1))
+            else:
+                model.net.patch_embed.dynamic_img_pad = True
+                patch.setattr("timm.layers.patch_embed.F", SimpleNamespace(pad=lambda x, by: 2 * x))
+            with pytest.raises(LipcertError, match=f"net.{place} returns another result"):
+                lipcert.certify(model, torch.rand(1, 3, 8, 8), eps=0.01, method="lofast-paper")

@@ -146,7 +146,7 @@ def test_code_that_is_not_timms_is_refused() -> None:
     hooked.net.blocks[0].register_forward_hook(lambda module, args, output: 20 * output)
     embedded = replaced.net._pos_embed
     replaced.net._pos_embed = lambda x: 20 * embedded(x)
-    for model, message in ((subclass, "a Fivefold"), (hooked, "a hook"), (replaced, "another function")):
+    for model, message in ((subclass, "a Fivefold"), (hooked, "a hook"), (replaced, "in place of the method")):
         with pytest.raises(UnsupportedOperation, match=message):
             lipcert.certifier.Certifier(model, 0.01, "lofast-paper")
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
-from lipcert.graph import Node, canonical
+from lipcert.graph import Node, alterations, canonical
 
 Answer = TypeVar("Answer", bound=Callable[..., Any])
 
@@ -267,13 +265,13 @@ def key_of(target: Any) -> Any:
 def kept_whole(module: nn.Module, question: str = "lipschitz") -> bool:
     """Whether the answer registered for the module's class is valid for this instance.
 
-    A subclass may compute something else. So may an instance with hooks, with an attribute that replaces a method, or
-    with a submodule whose name or class is not listed in the class's ``PARTS``. Such a module is captured operation by
-    operation.
+    A subclass may compute something else. So may an instance whose code or parts, or whose classes, are not as they
+    were when the answer was registered (:func:`lipcert.graph.alterations`), or with a submodule whose name or class is
+    not listed in the class's ``PARTS``. Such a module is captured operation by operation.
     """
     cls = type(module)
     registered = RULES[cls].methods.get(question) if cls in RULES else None
-    if registered is None or any(_altered(part) for part in module.modules()) or registered != _methods(cls):
+    if registered is None or registered != _methods(cls) or next(alterations(module, registered), None):
         return False
     parts = getattr(cls, "PARTS", None)
     if parts is None:  # a user's class, whose rule must account for its submodules
@@ -281,19 +279,6 @@ def kept_whole(module: nn.Module, question: str = "lipschitz") -> bool:
     return all(
         type(part) in parts.get(name, ()) or parts.get(name) == (nn.Module,) for name, part in module.named_children()
     )
-
-
-def _altered(module: nn.Module) -> bool:
-    """Whether an instance may compute something other than its class."""
-    hooks = any(value for name, value in vars(module).items() if name.endswith("_hooks") and "state_dict" not in name)
-    hidden = any(inspect.isroutine(getattr(type(module), name, None)) for name in vars(module))
-    return hooks or hidden or getattr(module, "_compiled_call_impl", None) is not None or _hooked_globally()
-
-
-def _hooked_globally() -> bool:
-    """Whether global hooks are set, which run for every module."""
-    namespace = vars(torch.nn.modules.module)
-    return any(value for name, value in namespace.items() if name.startswith("_global_") and name.endswith("_hooks"))
 
 
 def _methods(cls: type) -> dict[str, Any]:

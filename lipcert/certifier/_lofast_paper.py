@@ -24,6 +24,12 @@ the norm of all terms of a block, with σ the largest score. For the error of a 
 the sum of their sizes, and an entry of a softmax, which enters twice at most, has a relative error of at most 6 γ σ +
 2 γ. Norms of computed products grow by the same bound; norms themselves are upper bounds
 (:func:`lipcert.norms.dense_norm`).
+
+**The network is what is read.** Weights, scales and counts are read off timm's modules, whose code decides which of them
+it uses: where ``fused_attn`` is on, ``Attention`` ignores its ``scale``. So the modules must be as their source has them
+(:func:`lipcert.graph.alterations`), and the sums above, written out from what is read, must be what embedding, blocks
+and head return, up to twice the bound on rounding: at every image, and for blocks at random tokens too, since the
+tokens of an image may all be alike, and then no scale is seen.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from timm.layers import Attention, DropPath, Mlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
@@ -42,7 +49,8 @@ from lipcert import roundoff
 from lipcert.bounds import gamma
 from lipcert.certifier._method import Method, NormsDone, Subject
 from lipcert.certifier._search import search
-from lipcert.errors import UnsupportedOperation
+from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import alterations
 from lipcert.norms import Budget, Ledger, dense_norm
 from lipcert.numerics import SAFETY, l2_norm
 from lipcert.surgery import LayerProject, LipConv2d, LipLinear, RmsLayerProject, RmsSmoothProject, SmoothProject
@@ -69,6 +77,7 @@ class BlockBounds:
         scale: the Lipschitz constant of the projection in front of the attention.
         dense: 1 + that of the MLP with its projection.
         rounding: of attention and MLP, each of shape (N,).
+        result: what the block returns, as the sum of what was read, shape (N, n, d).
     """
 
     zeta: Tensor
@@ -79,6 +88,7 @@ class BlockBounds:
     scale: float
     dense: float
     rounding: tuple[Tensor, Tensor]
+    result: Tensor
 
     def after(self, rho: Tensor) -> Tensor:
         """The ρ behind the block, shape (N,), for that in front of it."""
@@ -100,23 +110,35 @@ class LoFASTPaper(Method):
             raise UnsupportedOperation([(f"{why}, which Theorem 1 of LoFAST as published does not cover", path)
                                         for path, why in obstacles])  # fmt: skip
         self.work = 100 * subject.flops
+        net: Any = subject.model.net
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for number, block in enumerate(net.blocks):
+                tokens = torch.randn(1, 4, net.embed_dim, generator=generator, dtype=torch.float64)
+                _bounds_of(block, tokens.to(subject.model.device), f"net.blocks.{number}")
 
     def radii(self, images: Tensor, predicted: Tensor, ledger: Ledger, progress: NormsDone) -> roundoff.Radii:
         net: Any = self.subject.model.net
         with torch.no_grad():
             pixels, embed = (images - self.subject.model.mean) / self.subject.model.std, net.patch_embed
-            x = net._pos_embed(embed(pixels))
-            matrix = embed.proj.weight.flatten(1)
+            x, matrix = net._pos_embed(embed(pixels)), embed.proj.weight.flatten(1)
+            moved = x - net._pos_embed(embed(torch.zeros_like(pixels)))
+            patches = F.unfold(pixels, embed.proj.kernel_size, stride=embed.proj.stride).mT
+            expected = F.pad(patches @ matrix.mT, (0, 0, net.num_prefix_tokens, 0))
             start = float(dense_norm(matrix)) / float(self.subject.model.std.min())
             size = float(l2_norm(matrix)) * l2_norm(pixels.flatten(1), 1) + l2_norm(x.flatten(1), 1)
             first = 32 * gamma(matrix.shape[1]) * (size + math.sqrt(x.shape[1]) * _bias(embed.proj))
+            _compare(moved, expected, first, "net.patch_embed")
             blocks = []
             for number, block in enumerate(net.blocks):
-                blocks.append(block_bounds(block, x))
-                x = block(x)
+                bounds, x = _bounds_of(block, x, f"net.blocks.{number}")
+                blocks.append(bounds)
                 progress(number + 1, len(net.blocks))
-            pooled = x.shape[1] - net.num_prefix_tokens if net.global_pool == "avg" else 1
-            slope = math.sqrt(2 / pooled) * float(dense_norm(net.head.weight)) * (1 + 1e-12)
+            read = x[:, net.num_prefix_tokens :] if net.global_pool == "avg" else x[:, :1]
+            slope = math.sqrt(2 / read.shape[1]) * float(dense_norm(net.head.weight)) * (1 + 1e-12)
+            logits = F.linear(read.mean(1), net.head.weight, net.head.bias)
+            sizes = l2_norm(net.head.weight) * l2_norm(read.flatten(1), 1) + _bias(net.head)
+            _compare(self.subject.model(images), logits, 32 * gamma(sum(x.shape[1:])) * sizes, "net.head")
 
         def changes(eps: Tensor) -> Tensor:
             rho = start * eps + first
@@ -136,17 +158,35 @@ class LoFASTPaper(Method):
         return radius
 
 
+def _bounds_of(block: Any, x: Tensor, path: str) -> tuple[BlockBounds, Tensor]:
+    """The norms of a block at tokens and what it returns, which has to be the sum of what was read."""
+    bounds, result = block_bounds(block, x), block(x)
+    _compare(result, bounds.result, bounds.dense * bounds.rounding[0] + bounds.rounding[1], path)
+    return bounds, result
+
+
+def _compare(result: Tensor, expected: Tensor, rounding: Tensor, path: str) -> None:
+    """Refuses a part of a network that returns another result, shape (N, ...), than what was read of it says."""
+    away = l2_norm((result - expected).flatten(1), 1) if result.shape == expected.shape else rounding + math.inf
+    if not bool((away <= 2 * rounding).all()):
+        raise InputError(
+            f"{path} returns another result than its weights and attributes give, from which lofast-paper computes its "
+            "constants; take another method"
+        )
+
+
 def block_bounds(block: Any, x: Tensor) -> BlockBounds:
     """The norms of one block at tokens x, float64, shape (N, n, d)."""
     attention, mlp = block.attn, block.mlp
     heads, width = attention.num_heads, attention.head_dim
     wq, wk, wv = (part.mT.unflatten(1, (heads, width)).movedim(1, 0) for part in attention.qkv.weight.chunk(3))
     wo = attention.proj.weight.mT.unflatten(0, (heads, width))  # (heads, width, d)
-    tokens, s = block.norm1(x), abs(attention.scale)
+    tokens, scale = block.norm1(x), width**-0.5 if attention.fused_attn else attention.scale
+    s = abs(scale)
     form, mix = wq @ wk.mT, wv @ wo
     counted = gamma(sum(x.shape[1:]) + 4 * heads * width + len(mlp.fc1.weight))
     queries, keys = (tokens[:, None] @ weight for weight in (wq, wk))
-    scores = attention.scale * queries @ keys.mT
+    scores = scale * queries @ keys.mT
     weights = scores.softmax(-1)
     sigma = float(s * l2_norm(queries, -1).amax() * l2_norm(keys, -1).amax())
     error = 32 * counted * (1 + sigma)
@@ -170,12 +210,16 @@ def block_bounds(block: Any, x: Tensor) -> BlockBounds:
     length, inner = l2_norm(x.flatten(1), 1), l2_norm(tokens.flatten(1), 1)
     count = math.sqrt(x.shape[1])
     outputs = count * float(of_mix.sum()) * inner + count * _bias(attention.proj)
-    y = x + attention(tokens)
-    hidden = float(l2_norm(mlp.fc1.weight)) * l2_norm(block.norm2(y).flatten(1), 1) + count * _bias(mlp.fc1)
+    y = x + (weights @ (tokens[:, None] @ mix)).sum(1)
+    y = y if attention.proj.bias is None else y + attention.proj.bias
+    inside = block.norm2(y)
+    active = mlp.act(F.linear(inside, mlp.fc1.weight, mlp.fc1.bias))
+    hidden = float(l2_norm(mlp.fc1.weight)) * l2_norm(inside.flatten(1), 1) + count * _bias(mlp.fc1)
     dense = float(l2_norm(mlp.fc2.weight)) * hidden + count * _bias(mlp.fc2)
     return BlockBounds(
         torch.stack(zeta), torch.stack(first), bilinear, torch.stack(values), mixed, scales[0], 1 + scales[1] * slope,
         (error * (length + inner + outputs), error * (l2_norm(y.flatten(1), 1) + hidden + dense)),
+        y + F.linear(active, mlp.fc2.weight, mlp.fc2.bias),
     )  # fmt: skip
 
 
@@ -245,5 +289,4 @@ def _obstacles(net: Any) -> Iterator[tuple[str, str]]:
     for path, module in net.named_modules():
         if type(module) not in _KNOWN:
             yield path, f"a {type(module).__name__}, whose code may do anything"
-        if module._forward_hooks or module._forward_pre_hooks or any(map(callable, vars(module).values())):
-            yield path, "a hook or another function in place of the module's"
+    yield from ((path, why) for why, path in alterations(net))

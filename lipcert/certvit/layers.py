@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lipcert.certvit.moments import Holder
 from lipcert.errors import InputError
+from lipcert.graph import alterations
 from lipcert.model import Model, evaluating
 from lipcert.norms import Geometry, Operator, dense_norm
 from lipcert.surgery import L2Attention
@@ -121,7 +122,7 @@ def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
 def _is_plain(module: Holder) -> bool:
     """Whether a layer only multiplies its inputs by the weight; a subclass may pad them first."""
     kind = type(module)
-    if "forward" in vars(module):
+    if next(alterations(module), None):
         return False
     if isinstance(module, L2Attention):
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import weakref
@@ -17,6 +18,7 @@ from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._composed import code_of, parts_of
 from lipcert.graph._constants import Constants, out_of_place, without_caches
 from lipcert.graph._graph import Graph, Node, canonical, tensors_in
+from lipcert.graph._intact import check_torch, is_plain
 from lipcert.graph._replayed import APART, REPLAYED_AS
 from lipcert.graph._signatures import placed
 from lipcert.graph._witness import (
@@ -252,6 +254,8 @@ class _Recorder:
             target.tensor = target.tensor.clone()
         elif kwargs.get("out") is not None:
             raise self.refusal(f"{name}(out=...)")
+        if (other := next((x for x in tensors_in((args, kwargs)) if not is_plain(x)), None)) is not None:
+            raise self.refusal(f"{name} with a tensor of class {type(other).__name__}")
         self.constants += [(tensor, write_count(tensor), name, self.path) for tensor in tensors_in((args, kwargs))]
         nominal_args, nominal_kwargs = _tensors((args, kwargs))
         operands = [value for value in _tracked_in((args, kwargs)) if value is not target]
@@ -429,6 +433,7 @@ def _module_calls(call: Callable[[Callable[..., Any], nn.Module, Any, Any], Any]
     """Replaces every module call inside the ``with`` block by ``call(original, module, args, kwargs)``."""
     original = nn.Module._call_impl  # another __call__ would take milliseconds: each subclass gets a new slot
 
+    @functools.wraps(original)
     def patched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(original, module, args, kwargs)
 
@@ -464,6 +469,7 @@ def capture(
     see :func:`lipcert.numerics.in_real_arithmetic`. With ``constants``, ``computed`` of the graph has what computes
     its constants.
     """
+    check_torch()
     for path, child in module.named_modules():
         if child.training:
             raise InputError(f"{path or 'the model'} is in training mode; call model.eval() first")

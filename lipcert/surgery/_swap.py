@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lipcert.errors import InputError
+from lipcert.graph import alterations
 from lipcert.surgery._activations import ACTIVATIONS
 from lipcert.surgery._arranged import L2SetAttention
 from lipcert.surgery._attention import L2Attention
@@ -133,6 +134,8 @@ def plan(
             reason = norm_reason(module)
             if reason == "" and norm_kind(module)[0] not in PROJECTIONS[norm]:
                 reason = f"{norm} projects tokens, not groups of channels"
+        if reason == "" and (altered := next(alterations(module), None)):
+            reason = f"its code is not that of its class: {altered[0]}"
         if reason:
             kept.append(Kept(path, type(module).__name__, reason))
         if reason == "":

@@ -1,0 +1,117 @@
+"""Whether modules compute what the source of their classes says: the one check behind everything that trusts a module.
+
+Rules for whole modules, and certificates that read weights and attributes, are proofs about source code. They hold for
+an object only if this code is what runs. Libraries that scale, quantise or adapt weights replace it: on a class, on an
+object, by a hook, or in torch itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lipcert.errors import InputError
+
+_TORCH, _OURS = (str(Path(str(file)).parent) for file in (torch.__file__, sys.modules["lipcert"].__file__))
+_NAMESPACES: tuple[ModuleType | type, ...] = (torch, Tensor, F, torch.linalg, torch.special)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def alterations(module: nn.Module, registered: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str]]:
+    """What makes a module compute something else than the source of its class, with the paths of its parts.
+
+    Looks at the module and all its parts: hooks, attributes that hide a method, parametrisations and other tensors than
+    plain ones, hooks for all modules, and the functions that their classes and the bases of these define, those of
+    ``nn.Module`` included. A function must come from the file of its class and bear its name.
+
+    Args:
+        module: the module.
+        registered: methods of the module's own class that are known, wherever they were defined.
+    """
+    if any(value for name, value in vars(nn.modules.module).items() if name.startswith("_global_") and _runs(name)):
+        yield "a hook for all modules", ""
+    seen: dict[type, str] = {nn.Module: _replaced(nn.Module, ())}
+    for path, part in module.named_modules():
+        cls = type(part)
+        if any(value for name, value in vars(part).items() if _runs(name)):
+            yield "a hook", path
+        hidden = [name for name in vars(part) if _is_code(getattr(cls, name, None))]
+        if hidden or getattr(part, "_compiled_call_impl", None) is not None:
+            yield f"{(*hidden, 'a compiled function')[0]} in place of the method of {cls.__name__}", path
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and type(tensor) not in _PLAIN:
+                yield f"a tensor of class {type(tensor).__name__}", path
+        for base in cls.__mro__[:-1]:
+            known = (registered or {}).values() if part is module else ()
+            if base not in seen:
+                seen[base] = _replaced(base, known)
+            if seen[base]:
+                yield f"{base.__name__} with {seen[base]} replaced", path
+
+
+def check_torch() -> None:
+    """Refuses a process in which something replaces the functions of torch, with which all bounds are computed."""
+    for space in _NAMESPACES:
+        for name, value in vars(space).items():
+            function = _function(value)
+            own = name.startswith("_") and not name.startswith("__")  # such as what torch imports for itself
+            if function is not None and not own and not function.__code__.co_filename.startswith((_TORCH, _OURS)):
+                raise InputError(
+                    f"{space.__name__}.{name} is replaced by a function of {function.__code__.co_filename}, so bounds "
+                    "that torch computes are not known to hold; undo that, or leave out what does it"
+                )
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("lipcert."):
+            raise InputError(f"{type(mode).__name__} changes what torch's functions compute; leave its with block")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether torch's own code computes with a tensor, and not that of a subclass."""
+    return type(tensor) in _PLAIN
+
+
+def _runs(name: str) -> bool:
+    """Whether an attribute of this name holds hooks that run in a forward or backward pass."""
+    return name.endswith("_hooks") and "state_dict" not in name
+
+
+def _replaced(cls: type, known: Collection[Any]) -> str:
+    """The first function in a class that is not of the class's source; empty if there is none."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    for name, value in vars(cls).items():
+        function = _function(value)
+        if any(value is one for one in known):
+            continue
+        if function is None:
+            if name in ("forward", "__call__", "_call_impl"):
+                return name
+            continue
+        source = function.__code__.co_filename
+        elsewhere = file is not None and source != file and not source.startswith((_TORCH, _OURS))
+        named = function.__qualname__.startswith(f"{cls.__qualname__}.") or cls is nn.Module
+        if elsewhere or not named:
+            return name
+    return ""
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The Python function that a class attribute runs, if any."""
+    value = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
+    value = value.fget if isinstance(value, property) else value
+    if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_OURS):
+        value = getattr(value, "__wrapped__", value)  # a capture wraps the call of modules
+    return value if isinstance(value, FunctionType) else None
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
