@@ -25,10 +25,10 @@ the sum of their sizes, and an entry of a softmax, which enters twice at most, h
 2 γ. Norms of computed products grow by the same bound; norms themselves are upper bounds
 (:func:`lipcert.norms.dense_norm`).
 
-**The network is what is read.** Weights, scales and counts are read off timm's modules, and it is the code of these that
-decides which are used: with ``fused_attn``, ``Attention`` ignores its ``scale``. So this code must be as its source has
-it (:func:`lipcert.graph.alterations`), and the sums above, written out from what is read, must be what the embedding,
-the blocks and the head return, up to twice the bound on rounding: at every image, and for blocks at random tokens too,
+**The network is what is read.** Weights, scales and counts are read off timm's modules, whose code decides which of
+them are used: with ``fused_attn``, ``Attention`` ignores its ``scale``. So this code must be as its source has it
+(:func:`lipcert.graph.alterations`), and the sums above, written out from what is read, must be what the embedding, the
+blocks and the head return, up to twice the bound on rounding: at every image, and for blocks at random tokens too,
 since the tokens of an image may all be alike, and then no scale is seen.
 """
 
