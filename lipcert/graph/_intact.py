@@ -82,7 +82,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def _runs(name: str) -> bool:
     """Whether an attribute of this name holds hooks that run in a forward or backward pass."""
-    return name.endswith("_hooks") and "state_dict" not in name
+    return name.endswith("_hooks") and not any(word in name for word in ("state_dict", "registration"))
 
 
 def _replaced(cls: type, known: Collection[Any]) -> str:
