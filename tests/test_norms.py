@@ -179,6 +179,34 @@ def test_a_wrong_estimate_never_gives_a_wrong_bound(monkeypatch, estimate):
         assert float(dense_norm(weight)) <= exact * (1 + 1e-4)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999, 1.001, 2.0])
+def test_a_norm_above_its_limit_is_given_up_not_lowered(share):
+    matrices = random_tensor(6, 30, 40)
+    grams, exact = matrices @ matrices.mT, top(matrices)
+    for estimate in (0.0, 0.5 * exact**2, 2 * exact**2):
+        bound = float(_verify.largest_norm(grams.split(2), 0.0, estimate, share * exact**2))
+        assert bound >= exact * (1 - TRUTH)
+        assert share < 1 or estimate > exact**2 or bound < exact * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("size", [9, 28])
+def test_all_grids_of_frequencies_bound_the_norm(monkeypatch, size):
+    """A flat spectrum, whose estimates are poor: grids that are given up leave a bound that is nearly the smallest."""
+    kernel = random_tensor(12, 12, 3, 3)
+    quick = float(conv_norm(kernel, (size, size), padding=1))
+    monkeypatch.setattr(_conv, "_WORSE", 1.0)
+    assert top_of_convolution(kernel, size) <= quick <= float(conv_norm(kernel, (size, size), padding=1)) * (1 + 1e-3)
+
+
+def top_of_convolution(kernel, size):
+    """A lower estimate of the norm, by power iteration."""
+    x = random_tensor(1, kernel.shape[1], size, size)
+    for _ in range(100):
+        y = F.conv2d(x / x.norm(), kernel, padding=1)
+        x = F.conv_transpose2d(y, kernel, padding=1)
+    return float(y.norm())
+
+
 @pytest.mark.parametrize("relative", [0.5, 0.9, 0.999999, 1 - 1e-12, 1.0, 1 + 1e-12, 1 + 1e-6, 2.0])
 @pytest.mark.parametrize("size", [2, 17, 100])
 def test_verification_holds_for_every_threshold(size, relative):
@@ -762,9 +790,9 @@ def test_the_norm_of_the_same_weight_is_computed_once(monkeypatch):
     monkeypatch.setattr(_scale, "_KEPT", 10)
     asked, eigenvalues = [], _verify._bound_eigenvalues
 
-    def counted(gram, threshold):
+    def counted(*args):
         asked.append(1)
-        return eigenvalues(gram, threshold)
+        return eigenvalues(*args)
 
     monkeypatch.setattr(_verify, "_bound_eigenvalues", counted)
     weight = torch.randn(5, 4, 3, 3, generator=torch.Generator().manual_seed(77), dtype=torch.float64)

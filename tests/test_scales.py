@@ -13,6 +13,7 @@ import lipcert
 from lipcert.bounds import _global
 from lipcert.certifier import METHODS
 from lipcert.errors import InputError
+from lipcert.norms import _operator, _scale
 from lipcert.numerics import computed_l2_norm, l2_norm, over, root_of_squares, sum_squares, times, unit_vectors
 
 EXPONENTS = (-1060, -600, -520, -300, 0, 300, 480, 520, 1000)
@@ -164,4 +165,31 @@ def test_values_out_of_range_are_refused_where_no_constant_is():
 
     model = lipcert.load(Forward(forward).double(), mean=(0.0,), std=(1.0,), input_size=(1, 2, 2))
     with pytest.raises(InputError, match="mul at .* has a value of about 1e-60"):
+        lipcert.certify(model, torch.rand(1, 1, 2, 2), eps=0.1)
+
+
+def test_the_check_computes_no_norm_that_the_bound_leaves_out(monkeypatch):
+    """Batch norm is folded into the convolution, whose own norm nobody reads."""
+    monkeypatch.setattr(_scale, "_KEPT", 0)
+    asked, honest = [], _operator.zero_padded_norm
+
+    def counted(*args):
+        asked.append(1)
+        return honest(*args)
+
+    monkeypatch.setattr(_operator, "zero_padded_norm", counted)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2))
+    lipcert.lipschitz(network.eval(), (3, 4, 4))
+    assert len(asked) == 1
+
+
+def test_a_small_constant_is_refused_where_no_value_shows_it():
+    def forward(x):
+        z = x.flatten(1)
+        for _ in range(3):
+            z = z * 2.0**-100 + 1
+        return z
+
+    model = lipcert.load(Forward(forward).double(), mean=(0.0,), std=(1.0,), input_size=(1, 2, 2))
+    with pytest.raises(InputError, match=r"a Lipschitz constant of about 1e-90; bounds are proved"):
         lipcert.certify(model, torch.rand(1, 1, 2, 2), eps=0.1)

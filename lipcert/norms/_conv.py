@@ -80,6 +80,8 @@ _EXPENSIVE = 2e9
 _SMALL = 20
 # If frequencies are expensive, twists have to lower the square of the norm to this share.
 _WORTHWHILE = 0.99
+# A further grid has to lower the square of the norm to this share, or is given up.
+_WORSE = 0.999
 
 
 def zero_padded_norm(weight: Tensor, size: tuple[int, ...], geometry: Geometry, identity: float) -> Upper:
@@ -214,8 +216,9 @@ def torus_norm(taps: Tensor, axes: list[Axis]) -> Upper:
         order = [i for i in order if i == 0 or (i == order[0] and least < _WORTHWHILE * estimates[0])]
     best = Upper(math.inf)
     for i in order:
-        if estimates[i] < float(best * best):
-            best = min(best, largest_norm(map(at, grids[i].split(length)), error, estimates[i]))
+        limit = float(best * best) * _WORSE
+        if estimates[i] < limit:
+            best = min(best, largest_norm(map(at, grids[i].split(length)), error, estimates[i], limit))
     return best * correction
 
 

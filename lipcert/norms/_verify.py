@@ -39,6 +39,7 @@ largest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -55,12 +56,17 @@ _ATTEMPTS = 8
 _DENSE = 48
 
 
-def largest_norm(grams: Iterable[Tensor], error: float, threshold: float = 0.0) -> Upper:
-    """An upper bound on the largest ‖M‖ among matrices M whose Gram matrices M·Mᴴ are given with an error."""
+def largest_norm(grams: Iterable[Tensor], error: float, threshold: float = 0.0, limit: float = math.inf) -> Upper:
+    """An upper bound on the largest ‖M‖ among matrices M whose Gram matrices M·Mᴴ are given with an error.
+
+    ∞, which is a bound, as soon as the estimate of an eigenvalue exceeds ``limit``: then another bound is smaller.
+    """
     threshold, largest = threshold * (1 + _SLACK), 0.0
     for gram in grams:
-        bounds, threshold = _bound_eigenvalues(gram, threshold)
+        bounds, threshold = _bound_eigenvalues(gram, threshold, limit)
         largest = max(largest, float(bounds.max()))
+        if threshold > limit:
+            return Upper(math.inf)
     return (Upper(largest) + error).sqrt()
 
 
@@ -80,7 +86,7 @@ def sum_squares(matrices: Tensor) -> Tensor:
     return numerics.sum_squares(parts, tuple(range(1, parts.dim())))
 
 
-def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:
+def _bound_eigenvalues(gram: Tensor, threshold: float, limit: float) -> tuple[Tensor, float]:
     """Upper bounds on the largest eigenvalues, tight only for the largest one so far.
 
     Only the maximum is needed, so a matrix known to lie below the threshold needs no further work. The threshold rises
@@ -93,7 +99,7 @@ def _bound_eigenvalues(gram: Tensor, threshold: float) -> tuple[Tensor, float]:
     unsettled = torch.nonzero(bounds > threshold).flatten()
     gram = _select(gram, unsettled)
     for attempt in range(_ATTEMPTS):
-        if not len(unsettled):
+        if not len(unsettled) or threshold > limit:
             break
         if attempt > 0 or threshold == 0:
             raised = estimate_largest(gram) * (1 + _SLACK)
@@ -110,22 +116,24 @@ def _verify(gram: Tensor, threshold: float) -> Tensor:
     """Upper bounds on λ_max by the theorem above."""
     size = gram.shape[-1]
     width = max(16, size // 16)
-    shifted = -gram
-    shifted.diagonal(dim1=-2, dim2=-1).add_(threshold)
-    factor = torch.zeros_like(shifted)
-    residual = torch.zeros(len(gram), dtype=torch.float64, device=gram.device)
+    left = -gram  # whose lower triangle becomes D
+    left.diagonal(dim1=-2, dim2=-1).add_(threshold)
+    factor = torch.zeros_like(left)
+    unit = torch.eye(width, dtype=gram.dtype, device=gram.device)
     for start in range(0, size, width):
         stop = min(start + width, size)
-        panel = shifted[:, start:, start:stop]
+        panel = left[:, start:, start:stop]
         if start > 0:
             panel = panel - factor[:, start:, :start] @ factor[:, start:stop, :start].mH
+            left[:, :start, start:stop] = 0.0
         corner = torch.linalg.cholesky_ex(panel[:, : stop - start])[0].tril()
-        below = torch.linalg.solve_triangular(corner.mH, panel[:, stop - start :], upper=True, left=False)
-        column = torch.cat([corner, below], dim=1)
-        residual += sum_squares(panel - column @ corner.mH)
-        factor[:, start:, start:stop] = column
+        inverse = torch.linalg.solve_triangular(corner, unit[: stop - start, : stop - start], upper=False)
+        column = factor[:, start:, start:stop]
+        column[:, : stop - start] = corner
+        column[:, stop - start :] = panel[:, stop - start :] @ inverse.mH
+        left[:, start:, start:stop] = panel - column @ corner.mH
     rounding = dot_error(size) * (sum_squares(factor) + threshold)
-    bound = (threshold + 1.001 * ((2 * residual).sqrt() + rounding)) * (1 + 4 * UNIT)
+    bound = (threshold + 1.001 * ((2 * sum_squares(left)).sqrt() + rounding)) * (1 + 4 * UNIT)
     return torch.where(bound.isfinite(), bound, torch.inf)
 
 
