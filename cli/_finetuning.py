@@ -18,7 +18,7 @@ from lipcert.inputs.sources import Source
 from lipcert.model import Model
 from lipcert.results import share
 from lipcert.settings import RECIPES, FinetuneSettings, eps_text
-from lipcert.smoothing import normal
+from lipcert.smoothing import from_lattice, noise
 from lipcert.training import (
     Augmentation,
     Batches,
@@ -211,8 +211,8 @@ def _accuracy(
         for batch in images.batches(_EVALUATED * processes.count):
             pixels = batch.images[part]
             if asked.sigma is not None and len(pixels):
-                drawn = [normal(0, index, range(1), pixels.shape[1:]) for index in batch.indices[part]]
-                pixels = pixels + asked.sigma * torch.cat(drawn)
+                drawn = [noise(0, index, range(1), pixels.shape[1:], asked.sigma) for index in batch.indices[part]]
+                pixels = pixels + from_lattice(torch.cat(drawn))
             predicted = forward(pixels.to(model.device, model.dtype)).argmax(1).cpu()
             right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
             processed += len(batch)

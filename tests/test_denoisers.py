@@ -22,7 +22,7 @@ from lipcert.denoisers._natural import WEIGHTS
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.data import open_images
-from lipcert.smoothing import Smoothing, choose_sigma, normal
+from lipcert.smoothing import Smoothing, choose_sigma, from_lattice, noise
 from lipcert.smoothing._choice import _above
 
 EPS = 36 / 255
@@ -59,7 +59,7 @@ def noisy(sigma: float, size: tuple[int, int, int] = (3, 40, 40)) -> tuple[Tenso
     y, x = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
     planes = [0.3 + 0.3 * x * (i + 1) / channels + 0.3 * (y > 0.5) for i in range(channels)]
     clean = torch.stack(planes)[None]
-    return clean + sigma * normal(0, 0, range(1), size), clean
+    return clean + from_lattice(noise(0, 0, range(1), size, sigma)), clean
 
 
 def by_definition(image: Tensor, sigma: float) -> Tensor:

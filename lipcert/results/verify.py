@@ -236,7 +236,7 @@ def _verdict_on_draws(claimed: Mapping[str, Any], recomputed: Mapping[str, Any],
         if claimed.get(name) != recomputed[name]:
             return Verdict(index, f"{name} = {claimed.get(name)} is claimed and {recomputed[name]} found")
     samples = claimed["samples"]
-    limit = smoothing.plan.radius(claimed["count"], samples)
+    limit = smoothing.plan.at(recomputed.get("distance", 0.0)).radius(claimed["count"], samples)
     if claimed["radius"] > limit * (1 + TOLERANCE):
         return Verdict(index, f"radius {claimed['radius']:.9g} is claimed, and the claimed draws give {limit:.9g}")
     counted = f"{claimed['count']} of {samples} draws are claimed and {recomputed['count']} found"

@@ -31,6 +31,7 @@ _NOISE = "Options of method smoothing"
 _noise = partial(option, group=_NOISE)
 # In place of a standard deviation: choose one on other images.
 AUTO = "auto"
+_SIGMA = Range("above 0 and below 8", 0, 8)
 SEED = Range("a whole number from 0 to 2^64 - 1", 0, 2**64, True, whole=True)
 RIGORS = ("probabilistic", "deterministic")
 DTYPES = ("real", "float32", "float16", "bfloat16")
@@ -152,9 +153,9 @@ class CertifySettings:
                 sigma = float("nan" if self.sigma is None else self.sigma)
             except ValueError:
                 sigma = math.nan
-            if not POSITIVE.holds(sigma):
+            if not _SIGMA.holds(sigma):
                 got = "" if self.sigma is None else f", got {self.sigma}"
-                raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}{got}")
+                raise InputError(f"method {SMOOTHING} needs a positive sigma below 8, such as 0.25, or {AUTO}{got}")
             object.__setattr__(self, "sigma", sigma)
         if self.further_eps:
             object.__setattr__(self, "all_samples", True)

@@ -8,9 +8,20 @@ from lipcert.denoisers import Denoised
 from lipcert.smoothing._binomial import clopper_pearson, robbins
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._choice import CHOOSING, DRAWS, LEAST, SigmaChoice, choose_sigma
-from lipcert.smoothing._noise import normal
+from lipcert.smoothing._lattice import from_lattice, to_lattice
+from lipcert.smoothing._noise import noise
 from lipcert.smoothing._normal import quantile, radius
 from lipcert.smoothing._smoothing import Smoothing
 from lipcert.smoothing._votes import SELECTION
 
-__all__ = ["SigmaChoice", "SmoothedCertificates", "Smoothing", "choose_sigma", "clopper_pearson", "normal", "robbins"]
+__all__ = [
+    "SigmaChoice",
+    "SmoothedCertificates",
+    "Smoothing",
+    "choose_sigma",
+    "clopper_pearson",
+    "from_lattice",
+    "noise",
+    "robbins",
+    "to_lattice",
+]

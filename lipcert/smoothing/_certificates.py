@@ -26,6 +26,8 @@ class SmoothedCertificates(Certificates):
         count: number of draws of the predicted class, int64, shape (N,).
         samples: number of counted draws, int64, shape (N,).
         selected: number of further draws that selected the class, int64, shape (N,).
+        distance: ℓ2 distance of the image from the lattice of :mod:`lipcert.smoothing._lattice`, by which its radius
+            is smaller; float64, shape (N,).
     """
 
     sigma: float = 0.0
@@ -34,6 +36,7 @@ class SmoothedCertificates(Certificates):
     count: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     selected: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    distance: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @property
     def abstained(self) -> Tensor:
@@ -54,4 +57,5 @@ class SmoothedCertificates(Certificates):
             "samples": int(self.samples[i]),
             "selected": int(self.selected[i]),
             "seed": self.seed,
+            **({"distance": distance} if (distance := float(self.distance[i])) else {}),
         }

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +26,8 @@ from lipcert.norms import Rigor
 from lipcert.numerics import is_out_of_memory, random_states, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
-from lipcert.smoothing._noise import normal
+from lipcert.smoothing._lattice import cells, from_lattice, to_lattice
+from lipcert.smoothing._noise import noise
 from lipcert.smoothing._votes import Plan, Votes
 
 if TYPE_CHECKING:
@@ -54,9 +56,10 @@ class Smoothing:
 
     Any module is accepted: the network is not captured, and no operation needs a rule. For each image the first draws
     select a class. Further draws give a lower bound on the probability of that class, and the radius is σ Φ⁻¹ of the
-    bound: g is the same at every image closer than that. The noise is a function of seed, image and draw
-    (:mod:`lipcert.smoothing._noise` states its assumptions). So results do not depend on batch, shard or device, as
-    long as the network's rounding gives each draw the same class.
+    bound: g is the same at every image closer than that. Images and noise are integers, and f reads the floating-point
+    number of each: :mod:`lipcert.smoothing._lattice` defines g precisely, and has the proof and what it assumes. The
+    noise is a function of seed, image and draw, so results do not depend on batch, shard or device, as long as the
+    network's rounding gives each draw the same class.
 
     Attributes:
         together: number of images certified at once, so that their draws fill batches.
@@ -69,7 +72,7 @@ class Smoothing:
         memory: bytes for these draws, or a text such as ``"8GB"``, by an estimate; None for no limit.
         **settings: the other fields of :class:`lipcert.certifier.CertifySettings`: ``sigma``, which is required,
             ``samples``, ``alpha``, ``all_samples``, ``seed`` and ``dtype``, the type in which the
-            network and its denoiser run; ``"real"`` means the type of its weights. Noise is drawn and added in float32.
+            network and its denoiser run; ``"real"`` means the type of its weights.
 
     Raises:
         InputError: settings or weights are not valid, the network draws random numbers, or its logits for an image
@@ -105,7 +108,9 @@ class Smoothing:
                 "lipcert.smoothing.choose_sigma(model, other_images, other_labels, eps)"
             )
         self.settings = eps
-        self.plan = Plan(eps.eps, cast(float, eps.sigma), eps.samples, float(eps.alpha), eps.all_samples)
+        sigma, pixels = cast(float, eps.sigma), math.prod(model.input_size)
+        error = pixels * cells(sigma, model.device).error
+        self.plan = Plan(eps.eps, sigma, eps.samples, float(eps.alpha), eps.all_samples, error)
         self.skipped: dict[str, str] = {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
@@ -113,14 +118,13 @@ class Smoothing:
             self.model.tell(self.plan.sigma)
         self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(self.model) == 1 else {}
         self.classes = number_of_classes(self.model)
-        _check_network(self.model)
+        _check_network(self.model, sigma)
         self.format = _fastest_format(self.model)
         self.model = self.model.to(memory_format=self.format)
         _check_reach(self.plan)
         if eps.dtype != "real":
             self.model = self.model.to(getattr(torch, eps.dtype))
         self.dtype = str(self.model.dtype).removeprefix("torch.")
-        pixels = math.prod(self.model.input_size)
         kind = "cuda" if self.model.device.type == "cuda" else "cpu"
         self.batch = batch or max(1, min(_DRAWS[kind], _PIXELS[kind] // pixels))
         if limit < math.inf:
@@ -147,8 +151,7 @@ class Smoothing:
             InputError: images or labels are not valid, or a single draw does not fit into memory.
         """
         numbers = range(len(images)) if indices is None else indices
-        votes = [Votes(self.plan, self.classes, earlier=self.earlier.get(index)) for index in numbers]
-        return self._run(images, labels, numbers, votes)
+        return self._run(images, labels, numbers)
 
     @torch.no_grad()
     def again(self, batch: Batch, claimed: Sequence[tuple[int, int]]) -> SmoothedCertificates:
@@ -157,32 +160,39 @@ class Smoothing:
         On another machine a draw may round to another class, and drawing would stop at another time. Here the number of
         draws is fixed. ``predicted`` is the class that the draws for the selection select here.
         """
-        votes = [Votes(self.plan, self.classes, claim) for claim in claimed]
-        return self._run(batch.images, batch.labels, batch.indices, votes)
+        return self._run(batch.images, batch.labels, batch.indices, claimed)
 
     def classes_of(self, images: Tensor, indices: Sequence[int], draws: range) -> list[Tensor]:
         """The class of each of these draws, -1 for none: one int64 tensor per image; nothing is certified."""
-        pixels = images.to(self.model.device, torch.float32)
-        requests = [(image, index, draws) for image, index in zip(pixels, indices, strict=True)]
+        points, _ = to_lattice(images.to(self.model.device))
+        requests = [(image, index, draws) for image, index in zip(points, indices, strict=True)]
         return [torch.from_numpy(classes) for classes in self._classes(requests)]
 
     @alone
     def _run(
-        self, images: Tensor, labels: Tensor | None, numbers: Sequence[int], votes: list[Votes]
+        self,
+        images: Tensor,
+        labels: Tensor | None,
+        numbers: Sequence[int],
+        claimed: Sequence[tuple[int, int]] | None = None,
     ) -> SmoothedCertificates:
         self.model.check_images(images)
         if labels is not None:
             check_labels(labels, len(images), self.classes)
-        pixels = images.to(self.model.device, torch.float32)
+        points, distances = to_lattice(images.to(self.model.device))
+        votes = [
+            Votes(self.plan.at(distance), self.classes, claim, self.earlier.get(index) if claimed is None else None)
+            for index, distance, claim in zip(numbers, distances.tolist(), claimed or repeat(None), strict=False)
+        ]
         drawn = 0
         while pending := [i for i, vote in enumerate(votes) if vote.requested and not self._late(vote)]:
             if self.watch is not None:
                 self.watch(f"{SMOOTHING}, {drawn:,} draws", float(len(votes) - len(pending)))
             drawn += sum(len(votes[i].requested) for i in pending)
-            requests = [(pixels[i], numbers[i], votes[i].requested) for i in pending]
+            requests = [(points[i], numbers[i], votes[i].requested) for i in pending]
             for i, classes in zip(pending, self._classes(requests), strict=True):
                 votes[i].take(classes)
-        radii = torch.tensor([self.plan.radius(v.count, v.samples) for v in votes], dtype=torch.float64)
+        radii = torch.tensor([v.plan.radius(v.count, v.samples) for v in votes], dtype=torch.float64)
         return SmoothedCertificates(
             predicted=torch.tensor([v.chosen for v in votes], dtype=torch.int64),
             margin=torch.full((len(votes),), math.nan, dtype=torch.float64),
@@ -199,6 +209,7 @@ class Smoothing:
             count=torch.tensor([v.count for v in votes], dtype=torch.int64),
             samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
+            distance=distances.cpu(),
         )
 
     def _late(self, vote: Votes) -> bool:
@@ -216,16 +227,16 @@ class Smoothing:
         per_image: list[list[NDArray[np.int64]]] = [[] for _ in requests]
         for pieces in _packed([draws for _, _, draws in requests], self.batch):
             noisy = [self._noise(requests[i][1], draws).add_(requests[i][0]) for i, draws in pieces]
-            classes = self._predict(noisy[0] if len(noisy) == 1 else torch.cat(noisy)).cpu()
+            classes = self._predict(torch.cat(noisy)).cpu()
             for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
                 per_image[i].append(part.numpy())
         return [np.concatenate(parts) for parts in per_image]
 
     def _noise(self, index: int, draws: range) -> Tensor:
-        return normal(self.settings.seed, index, draws, self.model.input_size, self.model.device).mul_(self.plan.sigma)
+        return noise(self.settings.seed, index, draws, self.model.input_size, self.plan.sigma, self.model.device)
 
     def _predict(self, images: Tensor) -> Tensor:
-        """Classes of images; in parts if memory runs out; -1 if a logit is NaN."""
+        """Classes of images on the lattice; in parts if memory runs out; -1 if a logit is NaN."""
         try:
             logits = self._logits(images)
             if len(images) not in self._sizes:
@@ -248,7 +259,7 @@ class Smoothing:
         return torch.cat([self._predict(part) for part in (images[:half], images[half:])])
 
     def _logits(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self.model(images.to(self.model.dtype, memory_format=self.format)))
+        return cast(Tensor, self.model(from_lattice(images, self.model.dtype).to(memory_format=self.format)))
 
 
 def _bytes_of_a_draw(model: Model) -> float:
@@ -292,14 +303,15 @@ def _check_reach(plan: Plan) -> None:
         )
 
 
-def _check_network(model: Model) -> None:
+def _check_network(model: Model, sigma: float) -> None:
     """Refuses a network that is not a fixed function of one image: draws would not be independent, and no bound valid.
 
     Runs it on a few noisy images twice, compares the states of the random number generators, and runs it on each image
     alone.
     """
     spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
-    images = (0.5 + spread * normal(0, 0, range(len(_SPREAD)), model.input_size, model.device)).to(model.dtype)
+    drawn = from_lattice(noise(0, 0, range(len(_SPREAD)), model.input_size, sigma, model.device))
+    images = (0.5 + spread / sigma * drawn).to(model.dtype)
     before = random_states()
     with without_cudnn():  # which computes in TF32, by kernels that depend on the batch
         first, again = model(images), model(images)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class Plan:
         alpha: α, the largest probability with which a radius is too large.
         all_samples: whether to count all samples, for the largest radius; otherwise only as many as the verdict at ε
             needs.
+        error: by how much the noise that is drawn may change a probability.
+        distance: of the image from the lattice, in ℓ2.
         threshold: a probability with which a class is certified at ε; 1 if there is none.
     """
 
@@ -41,10 +43,16 @@ class Plan:
     samples: int
     alpha: float
     all_samples: bool
+    error: float = 0.0
+    distance: float = 0.0
     threshold: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", needed(self.eps, self.sigma))
+        object.__setattr__(self, "threshold", needed(self.eps, self.sigma, self.error, self.distance))
+
+    def at(self, distance: float) -> Plan:
+        """The plan for an image that is so far from the lattice."""
+        return replace(self, distance=distance) if distance else self
 
     def radius(self, count: int, samples: int) -> float:
         """The radius of a class with ``count`` of ``samples`` draws; with ``all_samples``, 0 for an incomplete number.
@@ -59,7 +67,7 @@ class Plan:
             bound = robbins(count, samples, self.alpha, start)
         else:
             bound = 0.0
-        return radius(bound, self.sigma)
+        return radius(bound, self.sigma, self.error, self.distance)
 
     def decides(self, count: int, samples: int) -> bool:
         """Whether the confidence sequence excludes the threshold, so that the verdict at ε is known."""
