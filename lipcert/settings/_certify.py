@@ -50,6 +50,7 @@ class CertifyOptions(TypedDict, total=False):
     alpha: float
     all_samples: bool
     seed: int
+    futility: float
     delta: float
     further_eps: Sequence[float | str]
     attack: Literal["pgd", "pgd-100", "autoattack"] | Attack | None
@@ -68,6 +69,8 @@ class CertifySettings:
     results.
 
     Attributes:
+        futility: noise draws of an image end as not certified where, given those drawn, the probability that its class
+            is frequent enough is below this; 0 for never. Certificates do not depend on it.
         delta: failure probability, per image, of a probabilistic certificate.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for no attack. Every certificate is tested against
             the attack. Staged certification computes only the global methods for images that the attack breaks within
@@ -101,6 +104,7 @@ class CertifySettings:
     time: float = option(
         "Staged: skip methods with an estimated CPU time per image above this many seconds.", 100.0, range=POSITIVE
     )
+    futility: float = field(default=0.05, metadata={"range": Range("from 0 to below 1", 0, 1, True), "group": _NOISE})
     delta: float = field(default=1e-9, metadata={"range": INSIDE})
     further_eps: Sequence[float | str] = ()
     attack: str | Attack | None = None
@@ -155,7 +159,8 @@ class CertifySettings:
                 sigma = math.nan
             if not _SIGMA.holds(sigma):
                 got = "" if self.sigma is None else f", got {self.sigma}"
-                raise InputError(f"method {SMOOTHING} needs a positive sigma below 8, such as 0.25, or {AUTO}{got}")
+                kind = "a sigma below 8" if sigma > 1 else "a positive sigma"
+                raise InputError(f"method {SMOOTHING} needs {kind}, such as 0.25, or {AUTO}{got}")
             object.__setattr__(self, "sigma", sigma)
         if self.further_eps:
             object.__setattr__(self, "all_samples", True)

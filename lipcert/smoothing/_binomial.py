@@ -48,15 +48,20 @@ def robbins(successes: int, samples: int, alpha: float, start: float = 0.0) -> f
 
     So drawing may stop at any time for any reason, and the bound at that time is valid.
 
-    Proof. Let B_t(p) = C(t, S_t) p^S_t (1 − p)^(t − S_t) be the probability of the number of successes among t draws,
-    and M_t = 1/((t + 1) B_t(p)). Since ∫₀¹ q^S (1 − q)^(t−S) dq = 1/((t + 1) C(t, S)), M_t is the likelihood of the
-    draws with q uniform on [0, 1], divided by that with p. It is a mixture of likelihood ratios, hence a positive
-    martingale of mean 1 if p is the true probability. By Ville's inequality P(M_t ≥ 1/α for some t) ≤ α. So with
-    probability at least 1 − α the true probability is never rejected by (t + 1) B_t(p) ≤ α. Below S_t/t, B_t increases
-    with p. So if one p < S_t/t is rejected, all smaller ones are too, and the true probability is larger than p.
+    Proof. With S of t draws, let f(q) = q^S (1 − q)^(t−S), and M_t(p) = ∫ₚ¹ f(q) dq / ((1 − p) f(p)): the likelihood of
+    the draws with q uniform on [p, 1], divided by that with p. For q ≥ p ≥ p′ a draw X multiplies the ratio of q and p
+    by (q/p)^X ((1−q)/(1−p))^(1−X), whose mean p′ q/p + (1−p′)(1−q)/(1−p) increases with p′ and is 1 for p′ = p. So
+    M_t(p) is a supermartingale of mean at most 1 for every true probability p′ ≤ p, and by Ville's inequality
+    P(M_t(p) ≥ 1/α for some t) ≤ α. Say that p is rejected where M_t(p) ≥ 1/α.
+
+    If p is rejected, every smaller p is. For p ≥ S/t, f decreases beyond p, so M_t(p) ≤ 1, and p is not rejected. For
+    p < S/t, (1 − p) d log M_t/dp = 1 − 1/M_t − (S − t p)/p. Here 1 − 1/M_t ≤ log M_t ≤ t KL(S/t, p), since no q gives
+    a larger ratio than S/t does, and KL(S/t, p) ≤ (S/t − p)²/(p (1 − p)) ≤ (S/t − p)/p, since S/t ≤ 1. So the
+    derivative is at most 0. Hence a bound above the true probability p′ means that p′ itself was rejected, at some t,
+    which has probability at most α.
 
     Source: Robbins, "Statistical methods related to the law of the iterated logarithm", Annals of Mathematical
-    Statistics 1970; Ville 1939.
+    Statistics 1970, whose mixture is over all of [0, 1]; Ville 1939.
 
     Args:
         successes: S_t.
@@ -70,9 +75,28 @@ def robbins(successes: int, samples: int, alpha: float, start: float = 0.0) -> f
     return _largest(lambda p: rejects(successes, samples, p, alpha), successes, samples, start)
 
 
+@lru_cache(maxsize=4096)
 def rejects(successes: int, samples: int, p: float, alpha: float) -> bool:
-    """Whether the confidence sequence of :func:`robbins` excludes p, on either side; False if undecided by rounding."""
-    return UP.multiply(Decimal(samples + 1), probability(successes, samples, p)) <= Decimal(alpha)
+    """Whether the confidence sequence of :func:`robbins` excludes p and all below; False if undecided by rounding.
+
+    M_t(p) ≥ 1/α is (t + 1)(1 − p) P(X_t = S) ≤ α P(X_(t+1) ≤ S), X_n the successes of n draws with probability p: the
+    integral is a beta function times the probability of a beta variable, which is that of X_(t+1).
+    """
+    if successes <= samples * p:
+        return False
+    point = UP.multiply(probability(successes, samples, p), UP.subtract(_ONE, Decimal(p)))
+    below = DOWN.subtract(_ONE, tail(successes + 1, samples + 1, p))
+    return UP.multiply(Decimal(samples + 1), point) <= DOWN.multiply(Decimal(alpha), below)
+
+
+def share_above(successes: int, samples: int, p: float) -> float:
+    """The probability that a probability of which nothing was known is above p, after S of t draws; no bound.
+
+    It is that of at most S successes in t + 1 draws with probability p.
+    """
+    if successes + 1 > (samples + 1) * p:
+        return 1 - float(tail(successes + 1, samples + 1, p))
+    return float(tail(samples + 1 - successes, samples + 1, 1 - p))
 
 
 def probability(successes: int, samples: int, p: float) -> Decimal:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, settings_of
+from lipcert.smoothing._binomial import share_above
 from lipcert.smoothing._smoothing import Smoothing
 
 # The images that are looked at, and fewer than which a choice would be a guess; draws of each.
@@ -111,13 +112,4 @@ def _share(smoothing: Smoothing, images: Tensor, labels: Tensor | None, indices:
         else int(torch.bincount(classes[classes >= 0], minlength=1).amax())
         for classes, label in zip(draws, [None] * len(images) if labels is None else labels.tolist(), strict=True)
     ]
-    return sum(_above(count, DRAWS, smoothing.plan.threshold) for count in counts) / len(counts)
-
-
-def _above(count: int, draws: int, p: float) -> float:
-    """The probability that a probability of which nothing was known is above p, after ``count`` of ``draws``.
-
-    It is that of at most ``count`` successes in draws + 1 with probability p.
-    """
-    n = draws + 1
-    return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(count + 1))
+    return sum(share_above(count, DRAWS, smoothing.plan.threshold) for count in counts) / len(counts)

@@ -110,7 +110,7 @@ class Smoothing:
         self.settings = eps
         sigma, pixels = cast(float, eps.sigma), math.prod(model.input_size)
         error = pixels * cells(sigma, model.device).error
-        self.plan = Plan(eps.eps, sigma, eps.samples, float(eps.alpha), eps.all_samples, error)
+        self.plan = Plan(eps.eps, sigma, eps.samples, float(eps.alpha), eps.all_samples, eps.futility, error)
         self.skipped: dict[str, str] = {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
@@ -218,9 +218,9 @@ class Smoothing:
 
     def undecided(self, row: Mapping[str, Any]) -> bool:
         """Whether more draws may decide the verdict of an image, given its row."""
-        if self.plan.all_samples or "count" not in row or row["samples"] >= self.plan.samples:
+        if self.plan.all_samples or "count" not in row:
             return False
-        return not self.plan.decides(row["count"], row["samples"])
+        return not self.plan.at(row.get("distance", 0.0)).ends(row["count"], row["samples"])
 
     def _classes(self, requests: Requests) -> list[NDArray[np.int64]]:
         """The class of each draw, -1 if a logit is NaN: one array per image."""

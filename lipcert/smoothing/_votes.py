@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert.smoothing._binomial import clopper_pearson, rejects, robbins
+from lipcert.smoothing._binomial import clopper_pearson, rejects, robbins, share_above
 from lipcert.smoothing._normal import needed, radius
 
 # The maximum number of draws that select a class, as in the experiments of Cohen, Rosenfeld and Kolter.
 SELECTION = 100
-# The number of draws between checks at the beginning; later it is a quarter of the draws counted so far.
-_STEP = 16
+# The number of draws to the first look; each later look comes after a tenth of the draws counted so far.
+_STEP, _TENTH = 8, 10
 # A class that leads by this many votes is selected without further draws. The guarantee does not depend on this: the
 # bound uses only later draws, whatever class was selected.
 _LEAD = 8
@@ -33,6 +33,8 @@ class Plan:
         alpha: α, the largest probability with which a radius is too large.
         all_samples: whether to count all samples, for the largest radius; otherwise only as many as the verdict at ε
             needs.
+        futility: drawing ends where the share of probabilities above the threshold, after the draws so far and with
+            nothing known before, is below this.
         error: by how much the noise that is drawn may change a probability.
         distance: of the image from the lattice, in ℓ2.
         threshold: a probability with which a class is certified at ε; 1 if there is none.
@@ -43,6 +45,7 @@ class Plan:
     samples: int
     alpha: float
     all_samples: bool
+    futility: float = 0.0
     error: float = 0.0
     distance: float = 0.0
     threshold: float = field(init=False)
@@ -63,15 +66,26 @@ class Plan:
         if self.all_samples:
             bound = clopper_pearson(count, samples, self.alpha) if samples == self.samples else 0.0
         elif samples:
-            start = self.threshold if self.decides(count, samples) and count > samples * self.threshold else 0.0
+            start = self.threshold if self.certifies(count, samples) else 0.0
             bound = robbins(count, samples, self.alpha, start)
         else:
             bound = 0.0
         return radius(bound, self.sigma, self.error, self.distance)
 
-    def decides(self, count: int, samples: int) -> bool:
-        """Whether the confidence sequence excludes the threshold, so that the verdict at ε is known."""
+    def certifies(self, count: int, samples: int) -> bool:
+        """Whether the confidence sequence excludes the threshold."""
         return rejects(count, samples, self.threshold, self.alpha)
+
+    def ends(self, count: int, samples: int) -> bool:
+        """Whether no more draws are wanted: the class is certified at ε, or that is out of reach.
+
+        It is out of reach if the draws that remain cannot certify it, even if they are all of the class, or if that
+        is improbable. No guarantee depends on it: the bound holds wherever drawing stops.
+        """
+        if self.certifies(count, samples) or samples >= self.samples:
+            return True
+        best = count + self.samples - samples
+        return not self.certifies(best, self.samples) or share_above(count, samples, self.threshold) < self.futility
 
 
 class Votes:
@@ -108,7 +122,7 @@ class Votes:
         if earlier is not None and not plan.all_samples:
             self.chosen, self.count, self.samples, self.selected = earlier
             self.predicted = self.chosen
-            self._want(0 if plan.decides(self.count, self.samples) else max(_STEP, self.samples // 4))
+            self._look()
 
     def take(self, classes: NDArray[np.int64]) -> None:
         """Counts the requested draws, given the class of each; -1 means no class."""
@@ -134,11 +148,18 @@ class Votes:
             self._want(samples)
 
     def _count(self, classes: NDArray[np.int64]) -> None:
-        plan = self.plan
         self.samples += len(self.requested)
         self.count += int((classes == self.predicted).sum())
-        decided = self._claimed is not None or plan.all_samples or plan.decides(self.count, self.samples)
-        self._want(0 if decided else max(_STEP, self.samples // 4))
+        if self._claimed is None and not self.plan.all_samples:
+            self._look()
+        else:
+            self._want(0)
+
+    def _look(self) -> None:
+        """Requests the samples until the next look, if any."""
+        first = _STEP - self.samples
+        ended = first <= 0 and self.plan.ends(self.count, self.samples)
+        self._want(0 if ended else max(first, 1, self.samples // _TENTH))
 
     def _want(self, more: int) -> None:
         """Requests ``more`` samples, up to the maximum; they are numbered after the draws for the selection."""
