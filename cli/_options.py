@@ -59,7 +59,7 @@ Data = Annotated[
 Classes = Annotated[
     Path | None,
     typer.Option(
-        help="A file with the classes in the order of the model: a name a line, or JSON; JSON may give numbers."
+        help="A file with the classes in the order of the model: one per line, with or without its number, or JSON."
     ),
 ]
 Labels = Annotated[Path | None, typer.Option(help="A CSV file with columns filename and label.")]

@@ -13,7 +13,7 @@ def parse_shard(text: str) -> tuple[int, int]:
     part, slash, parts = text.partition("/")
     if slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts):
         return int(part) - 1, int(parts)
-    raise InputError(f"--shard takes a part and the number of parts, such as 2/5, got {text!r}")
+    raise InputError(f"--shard takes a part and the number of parts, such as 2/5 (they count from 1), got {text!r}")
 
 
 def parse_duration(text: str | None) -> float:

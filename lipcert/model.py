@@ -6,12 +6,13 @@ import functools
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
@@ -115,12 +116,32 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 _ALONE = threading.RLock()
 
 
+class _Direct:
+    """In place of torch's reentrant checkpoints, which ``torch.autograd.grad`` refuses: calls the function."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserves_random_states: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def _without_others() -> Iterator[None]:
+    """One thread runs, and its networks have no reentrant checkpoints."""
+    with _ALONE:
+        before = torch.utils.checkpoint.CheckpointFunction
+        setattr(torch.utils.checkpoint, "CheckpointFunction", _Direct)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(torch.utils.checkpoint, "CheckpointFunction", before)  # noqa: B010
+
+
 def alone(function: Function) -> Function:
     """A decorator that lets one thread run at a time: settings of torch that lipcert changes are of the process."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _ALONE:
+        with _without_others():
             return function(*args, **kwargs)
 
     return cast(Function, run)
@@ -131,7 +152,7 @@ def outside_inference_mode(function: Function) -> Function:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _ALONE, torch.inference_mode(False):
+        with _without_others(), torch.inference_mode(False):
             return function(*args, **kwargs)
 
     return cast(Function, run)
@@ -215,7 +236,7 @@ class Model(nn.Module):
         """
         with RealArithmetic() if self.real else nullcontext():
             logits: Tensor = self.net((images - self.mean) / self.std)
-            if not hasattr(logits, "shape"):
+            if isinstance(logits, Mapping) or not hasattr(logits, "shape"):
                 kind = type(logits).__name__
                 raise InputError(f"the network returns a {kind}; give a module whose forward returns its logits alone")
             if tuple(logits.shape[1:]) != (1,):

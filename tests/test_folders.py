@@ -6,6 +6,7 @@ import os
 import random
 import tarfile
 import unicodedata
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -191,9 +192,7 @@ def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):
     (tmp_path / "c.json").write_text(text)
     refused(says, "c.json", spec=root, classes=tmp_path / "c.json", loaded=model(10))
     (tmp_path / "c.txt").write_text("cat\ndog\n")
-    refused(
-        "names 2 classes, a line each, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10)
-    )
+    refused("names 2 classes on 2 lines, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10))
 
 
 def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):
@@ -373,3 +372,56 @@ def test_lists_are_for_folders(tmp_path):
     flat = write(tmp_path / "flat", "1.png", "2.png")
     refused("no class folders", spec=flat, classes=tmp_path / "c.txt")
     refused("cannot read", spec=flat, labels=tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("lines", ["Ångström 1\ncafé 0\n", "1: Ångström\n0: café\n", "café\nÅngström\n"])
+def test_accents_are_the_same_composed_and_decomposed(tmp_path, lines):
+    """In lists of classes with and without numbers, in lists of labels, and in the names that a model knows."""
+    apart, together = (unicodedata.normalize(form, "café Ångström").split() for form in ("NFD", "NFC"))
+    root = write(tmp_path / "r", *(f"{name}/{name}.png" for name in apart))
+    (tmp_path / "c.txt").write_text(unicodedata.normalize("NFC", lines))
+    known = model(2)
+    for options in ({"classes": tmp_path / "c.txt"}, {"known": together}):
+        known.class_names = tuple(options.pop("known", ()))
+        images = open_images(root, known, **options)
+        assert {images.file(i)[0]: images[i][1] for i in range(2)} == {"c": 0, "A": 1}
+    known.class_names = tuple(together)
+    assert "trained for others" not in "".join(open_images(root, known, purpose="train").notes)
+    (tmp_path / "l.csv").write_text("file,label\n" + "".join(f"{name}.png,{i}\n" for i, name in enumerate(together)))
+    known.class_names = ()
+    assert [images[i][1] for i in range(2)] == [
+        open_images(root, known, labels=tmp_path / "l.csv")[i][1] for i in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'file,label,notes\n0.png,1,"dark; night"\n1.png,0,""\n',
+        'file,label,source\n0.png,1,"https://example.org/a;b\tc"\n1.png,0,x\n',
+        'file;label;area\n0.png;1;0,5\n1.png;0;0,7\n',
+        'file\tlabel\tnotes\n0.png\t1\ta, b; c\n1.png\t0\t\n',
+        'file,label,notes\n0.png,1,"two\nlines"\n1.png,0,\n',
+    ],
+)  # fmt: skip
+def test_the_header_alone_decides_the_delimiter(tmp_path, text):
+    root = write(tmp_path / "r", "0.png", "1.png")
+    (tmp_path / "l.csv").write_text(text)
+    images = open_images(root, model(2), labels=tmp_path / "l.csv")
+    assert [images[i][1] for i in range(2)] == [1, 0]
+
+
+def test_several_labels_of_an_image_are_refused(tmp_path):
+    root = write(tmp_path / "r", "0.png", "1.png")
+    (tmp_path / "l.csv").write_text("file,label\n0.png,cat;dog\n1.png,dog|eel\n")
+    refused("several labels for 0.png", spec=root, labels=tmp_path / "l.csv", loaded=model(2))
+
+
+def test_images_of_which_pillow_only_warns_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    for name, side in (("large", 14), ("huge", 15)):
+        Image.new("RGB", (side, side)).save(tmp_path / f"{name}.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert open_images(tmp_path / "large.png", model())[0][0].shape == (3, 8, 8)
+    refused("huge.png", "resize it", spec=tmp_path / "huge.png")

@@ -1,6 +1,7 @@
 """Loading: every source a user may name, and every way it may be wrong, in one line."""
 
 import argparse
+import copy
 import http.server
 import json
 import os
@@ -18,6 +19,7 @@ import torch
 from huggingface_hub import constants as hub_constants
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 from torchvision import transforms
 from torchvision.transforms import v2
 
@@ -508,3 +510,69 @@ def test_names_are_checked_without_torch():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True)
     assert "timm has no model 'resnet8' (did you mean" in done.stdout
+
+
+class Calls(nn.Module):
+    """A network whose forward calls ``way(net, images)``."""
+
+    def __init__(self, way, net=None):
+        super().__init__()
+        self.net, self.way = net or nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), way
+
+    def forward(self, x):
+        return self.way(self.net, x)
+
+
+class Output(dict):
+    """As outputs of transformers: a mapping with attributes."""
+
+    __getattr__ = dict.get
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        (lambda net, x: Output(logits=net(x)), "returns a Output; give a module whose forward returns its logits"),
+        (lambda net, x: net(x.to("cuda:7")), r"net \(Calls\) fails: .*; take .cuda\(\) and .to\(device\) out"),
+        (lambda net, x: net(torch.cat([x, x], 3)), r"net\.net\.1 \(Linear\) fails: .*give input_size="),
+        (lambda net, x: net(x, x), r"net\.net \(Sequential\) fails: .*positional arguments but"),
+    ],
+)
+def test_a_network_that_fails_is_named_with_its_module(way, says):
+    with pytest.raises(InputError, match=says):
+        load(Calls(way), mean=0.0, std=1.0, input_size=(3, 2, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_that_quantises_is_told_so():
+    """Not that its types are wrong."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    dynamic = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+    aware = copy.deepcopy(net).train()
+    aware.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    aware = torch.ao.quantization.prepare_qat(aware)
+    aware(torch.rand(2, 3, 2, 2))
+    for quantised in (dynamic, aware.eval()):
+        model = load(quantised, mean=0.0, std=1.0, input_size=(3, 2, 2))
+        with pytest.raises(InputError, match=r"net\.1.* quantises, .*give the network as it was before quantisation"):
+            lipcert.certify(model, torch.rand(1, 3, 2, 2), eps=0.1, method="gloro")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kept", [True, False])
+def test_reentrant_checkpoints_change_nothing(kept):
+    """``torch.autograd.grad`` refuses them; of the user's own training they stay a part."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 3))
+    within = Calls(lambda net, x: checkpoint(net, x, use_reentrant=kept), net)
+    pixels, given = torch.rand(2, 3, 2, 2), {"mean": 0.5, "std": 0.5, "input_size": (3, 2, 2)}
+    radii = [lipcert.certify(load(one, **given), pixels, eps=1e-3).radius for one in (net, within)]
+    assert torch.equal(*radii)
+    assert radii[0].min() > 0
+    assert torch.utils.checkpoint.CheckpointFunction.__module__ == "torch.utils.checkpoint"
+
+
+@pytest.mark.parametrize("first", ["lipcert", "timm"])
+def test_architectures_are_registered_with_timm(first):
+    code = f"import {first}; import lipcert, timm; timm.create_model('liresnet_l6w64', num_classes=3)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0

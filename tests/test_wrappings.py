@@ -128,7 +128,7 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     with pytest.raises(LoadError, match=r"too many \(fc.*\); give num_classes=3"):
         load(NAME, checkpoint=tmp_path / "w.pth", num_classes=0, features=True)
     says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
-    says({"optimizer": {"state": {}}, "epoch": 3}, "only optimizer, epoch")
+    says({"optimizer": {"state": {}}, "epoch": 3}, "no state dict, but the keys optimizer, epoch")
 
 
 def test_two_networks_in_one_file_are_not_chosen_from(net, tmp_path):

@@ -28,6 +28,7 @@ from lipcert.graph._witness import (
     examine,
     examples,
     first_run,
+    reason_of_failure,
     same_logits,
     same_operations,
     without_fused_kernels,

@@ -17,9 +17,10 @@ This is for code that does such a thing by accident, not for code that hides it.
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -239,8 +241,33 @@ def _run(network: Callable[[Tensor], Any], image: Tensor) -> Any:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        inputs = f"{str(image.dtype)[6:]} images of shape {tuple(image.shape)}"
-        raise InputError(f"the model does not run on {inputs}: {first_line(error)}") from error
+        what = f"in {str(image.dtype)[6:]} on images of shape {tuple(image.shape)}"
+        raise InputError(f"the model does not run {what}: {reason_of_failure(network, image, error)}") from error
+
+
+def reason_of_failure(network: Callable[[Tensor], Any], image: Tensor, error: Exception) -> str:
+    """The reason for an error of a network, after the path and class of the innermost module that fails."""
+    reason = first_line(error).rstrip(".")
+    paths = {part: path for path, part in network.named_modules()} if isinstance(network, nn.Module) else {}
+    running: list[nn.Module] = []
+
+    def ended(*_: object) -> None:
+        running.pop()
+
+    hooks = [
+        register_module_forward_pre_hook(lambda part, _: running.append(part)),
+        register_module_forward_hook(ended),
+    ]
+    with suppress(Exception):
+        network(image.clone())
+    for hook in hooks:
+        hook.remove()
+    if not running:
+        return reason
+    where = f"{paths.get(running[-1]) or 'the network'} ({type(running[-1]).__name__})"
+    if any(re.search(r"quant|\.qat\.|bitsandbytes", type(part).__module__) for part in running):
+        return f"{where} quantises, which has no bounds; give the network as it was before quantisation"
+    return f"{where} fails: {reason}"
 
 
 def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -22,6 +23,11 @@ _DIGITS = re.compile("[0-9]+")
 _WNID = re.compile(r"n\d{8}")
 
 
+def composed(name: str) -> str:
+    """A name as text whose accents are composed: those of file systems and lists may be decomposed."""
+    return unicodedata.normalize("NFC", printable(name))
+
+
 def printable(name: str) -> str:
     """A file's name as text that every output can hold; bytes that are no UTF-8 are written as ``\\xe9``."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
@@ -34,8 +40,8 @@ def listing(names: Sequence[str]) -> str:
 
 def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whose: str) -> dict[str, int]:
     """The number of each name among ``whose`` classes; composed and decomposed accents are the same name."""
-    known = {unicodedata.normalize("NFC", printable(name)): number for number, name in enumerate(classes)}
-    found = {name: known.get(unicodedata.normalize("NFC", printable(name))) for name in names}
+    known = {composed(name): number for number, name in enumerate(classes)}
+    found = {name: known.get(composed(name)) for name in names}
     unknown = [name for name, number in found.items() if number is None]
     if unknown:
         raise InputError(
@@ -78,7 +84,10 @@ def natural(names: Sequence[str]) -> list[str]:
 
 
 def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int) -> dict[str, int]:
-    """The numbers of some classes by a list: a name a line in their order, as timm's class maps, or JSON."""
+    """The numbers of some classes by a list, or JSON.
+
+    A list has one name per line, in the order of the numbers, as timm's class maps; or a name and its number.
+    """
     text = _text(Path(path))
     if Path(path).suffix.lower() == ".json":
         numbers = _of_json(text, path)
@@ -86,14 +95,18 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if are_wordnet_ids([line.split()[0] for line in lines]):  # with what they mean after them
             lines = [line.split()[0] for line in lines]
-        numbers = {name: number for number, name in enumerate(lines)}
+        numbered = [re.fullmatch(r"(\d+)[\s,;:]+(\S.*)|(.*\S)[\s,;:]+(\d+)", line) for line in lines]
+        if all(numbered) and not {*map(composed, names)} & {*map(composed, lines)}:
+            numbers = {m[2] or m[3]: int(m[1] or m[4]) for m in numbered if m is not None}
+        else:
+            numbers = {name: number for number, name in enumerate(lines)}
         if len(numbers) != count or len(lines) != count:
-            raise InputError(f"{path} names {len(lines)} classes, a line each, and the model has {count}")
-    numbers = {unicodedata.normalize("NFC", name): number for name, number in numbers.items()}
-    missing = [name for name in names if unicodedata.normalize("NFC", name) not in numbers]
+            raise InputError(f"{path} names {len(numbers)} classes on {len(lines)} lines, and the model has {count}")
+    numbers = {composed(name): number for name, number in numbers.items()}
+    missing = [name for name in names if composed(name) not in numbers]
     if missing:
         raise InputError(f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes)")
-    found = {name: numbers[unicodedata.normalize("NFC", name)] for name in names}
+    found = {name: numbers[composed(name)] for name in names}
     beyond = next((name for name, number in found.items() if not 0 <= number < count), None)
     if beyond is not None:
         raise InputError(
@@ -125,8 +138,8 @@ class LabelList:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         text = _text(self.path)
-        sign = next((sign for sign in "\t;," if sign in text), " ")
-        rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=sign) if any(row)]
+        sign = next((sign for sign in "\t;," if sign in text.lstrip().partition("\n")[0]), " ")
+        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text), delimiter=sign) if any(row)]
         head = [cell.lower() for cell in rows[0]] if rows else []
         file = next((head.index(name) for name in _FILE_COLUMNS if name in head), None)
         label = next((head.index(name) for name in _LABEL_COLUMNS if name in head), None)
@@ -136,13 +149,16 @@ class LabelList:
             file, label = 0, 1
         else:
             raise InputError(
-                f"{path} needs a column with file names, such as filename, and one with labels, such as label"
+                f"{path} has the columns {listing(head) or 'none'}; it needs one of file names, called filename, and "
+                "one of labels, called label"
             )
         self.labels: dict[str, str] = {}
         for row in rows:
             if len(row) <= max(file, label):
                 raise InputError(f"{path} has a line with {len(row)} columns: {shortened(','.join(row))}")
-            name = row[file].replace("\\", "/").removeprefix("./")
+            name = composed(row[file].replace("\\", "/").removeprefix("./"))
+            if re.search("[;|]", row[label]):
+                raise InputError(f"{path} has several labels for {shortened(name)}: {shortened(row[label])}; give one")
             if self.labels.setdefault(name, row[label]) != row[label]:
                 raise InputError(f"{path} has two labels for {shortened(name)}")
         self.keys = {name: name for name in self.labels}
@@ -157,8 +173,9 @@ class LabelList:
         keys: dict[str, str] = {}
         missing = []
         for name in names:
-            base = os.path.basename(name)
-            tries = (name, os.path.splitext(name)[0], base, os.path.splitext(base)[0])
+            path = composed(name)
+            base = os.path.basename(path)
+            tries = (path, os.path.splitext(path)[0], base, os.path.splitext(base)[0])
             key = next((self.keys[one] for one in tries if one in self.keys), None)
             if key is None or not self.labels[key]:
                 missing.append(name)
@@ -195,5 +212,5 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+        reason = getattr(error, "strerror", None) or "it is no text in UTF-8: save it as such"
         raise InputError(f"cannot read {path}: {reason}") from error

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
 from lipcert.errors import InputError, first_line, shortened
-from lipcert.inputs.classes import LabelList, number_by_name, printable
+from lipcert.inputs.classes import LabelList, composed, number_by_name, printable
 from lipcert.inputs.files import is_named_data, place_of
 from lipcert.inputs.folders import SUFFIXES, Files, ImageFiles, Purpose, in_folder, in_tar
 from lipcert.inputs.loading import number_of_classes
@@ -205,7 +205,8 @@ def open_images(
         limit: take so many images only: the first of a fixed shuffle, as folders are sorted by class.
         purpose: decides the split where none is named: to train, the training images; to certify, those for
             validation, else those for testing, else those for training.
-        classes: a file that numbers the class folders or the names in ``labels``: a name a line, or JSON.
+        classes: a file that numbers the class folders or the names in ``labels``: one name per line, with or without
+            its number, or JSON.
         labels: a CSV file with the label of each file.
 
     Returns:
@@ -342,7 +343,7 @@ class _ReadImages(Images):
         label = self._decode(0)[1]
         names = getattr(self.reader or source, "class_to_idx", None) or {}
         self.class_names = {number: str(name) for name, number in names.items()}
-        if names and known and {*names} & {*known}:
+        if names and known and {*map(composed, map(str, names))} & {*map(composed, known)}:
             numbers = number_by_name([*map(str, names)], known, spec, "the model's classes")
             self.numbers = {number: numbers[str(name)] for name, number in names.items()}
         elif names:
@@ -385,14 +386,15 @@ class _ReadImages(Images):
                 return self.transform(image), label
             file, label = self.reader[self._place(index)][:2]
             with file, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about metadata, and palettes with transparency
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                warnings.simplefilter("ignore")  # about metadata, palettes with transparency, and large images
                 with _opened(file) as image:
                     return self.transform(image), label
         except Exception as error:
-            foreign = isinstance(error, UnidentifiedImageError)  # its text is a Python object
-            reason = "it is damaged, or no image of a known format" if foreign else first_line(error)
-            raise InputError(f"cannot read the image {self._name(index)}: {reason}; repair or remove it") from error
+            reason = first_line(error)
+            if isinstance(error, UnidentifiedImageError):  # its text is a Python object
+                reason = "it is damaged, or no image of a known format"
+            remedy = "resize it" if isinstance(error, Image.DecompressionBombError) else "repair or remove it"
+            raise InputError(f"cannot read the image {self._name(index)}: {reason}; {remedy}") from error
 
     def sizes(self, count: int) -> list[tuple[int, int]]:
         sizes: list[tuple[int, int]] = []

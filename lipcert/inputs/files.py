@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lipcert.errors import InputError, LoadError
@@ -53,7 +53,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         mask = os.umask(0)
         os.umask(mask)
-        partial.chmod(0o666 & ~mask)  # so far only their owner can read it
+        with suppress(OSError):  # some mounts have no permissions
+            partial.chmod(0o666 & ~mask)  # so far only their owner can read it
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.classes import (
     LabelList,
     are_wordnet_ids,
+    composed,
     imagenet_names,
     listing,
     natural,
@@ -211,7 +212,11 @@ class ImageFiles:
     def _numbers(self, names: list[str], used: set[str], classes: str | os.PathLike[str] | None) -> dict[str, int]:
         """The number of each class: by a list, by the names that the model knows, as in training, or in order."""
         spec, ids = self.files.spec, imagenet_names(self.count)
-        others = bool(self.known) and self.purpose == "train" and not {*names} & {*self.known}
+        others = (
+            bool(self.known)
+            and self.purpose == "train"
+            and {*map(composed, names)}.isdisjoint(map(composed, self.known))
+        )
         if others and classes is None:
             self.notes.append(f"the model's classes were {listing(self.known)}: it is trained for others")
         if classes is not None:
@@ -284,12 +289,12 @@ def _splits_of(files: Files) -> dict[str, str]:
     """The folder of each split, if all folders with images are named like splits, or those that are share classes."""
     used = {path.partition("/")[0] if "/" in path else "" for path in files.images}
     tops = [name for name in files.tops() if name in used]
-    inner = {name: {*files.below(name).tops()} for name in tops if split_in(name)}
+    inner = {name: {*map(composed, files.below(name).tops())} for name in tops if split_in(name)}
     if not inner or "" in used:
         return {}
     if len(inner) < len(tops) or not all(split_in(name, whole=True) or inner[name] for name in tops):
         inner = {name: classes for name, classes in inner.items() if split_in(name, whole=True)}
-        if any(classes & {*tops} for classes in inner.values()):
+        if any(classes & {*map(composed, tops)} for classes in inner.values()):
             split = next(iter(inner))
             raise InputError(
                 f"{files.spec} has class folders and a split, {split}, with the same classes; give the folder of one "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torchvision.transforms import Normalize
 from torchvision.transforms.v2 import Normalize as Normalize2
 
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
-from lipcert.graph import first_run
+from lipcert.graph import first_run, reason_of_failure
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.sources import BUNDLED, Source, is_artifact
@@ -28,6 +29,19 @@ from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
 _PIXELS = ("mean", "std", "input_size")
+_ONNX = "an ONNX model; give the module that it was exported from, or that onnx2torch.convert makes of it"
+_OTHER_MODELS = {
+    "ExportedProgram": "an exported program; give the module that it was exported from",
+    "ModelProto": _ONNX,
+    "ONNXProgram": _ONNX,
+    "InferenceSession": _ONNX,
+}
+# What to do about a network that fails on an image, by its error.
+_REMEDIES = (
+    ("missing .* argument", "; give a module whose forward takes images alone"),
+    ("(?i)cuda|nvidia|same device", "; take .cuda() and .to(device) out of its forward, and move the model by .to()"),
+    ("(?i)size|shape|height|width|channels|dimension", "; give input_size=, or img_size= where the timm model has it"),
+)
 
 
 @loads_modules
@@ -102,8 +116,8 @@ def load(
         model = _wrap(net, "the module", "the module", pixels, {}, {}, features)
         model.source, model.presumed = _presumed(source), True
         return model
-    if type(source).__name__ == "ExportedProgram":
-        raise InputError("the model is an exported program; give the module that it was exported from")
+    if type(source).__name__ in _OTHER_MODELS:
+        raise InputError(f"the model is {_OTHER_MODELS[type(source).__name__]}")
     is_name = isinstance(source, Source) or (isinstance(source, (str, os.PathLike)) and os.fspath(source))
     if source is not None and not is_name:
         weights = "; weights are saved to a file and given with its timm name: lipcert.load(NAME, checkpoint=FILE)"
@@ -307,10 +321,9 @@ def _logits(model: Model, label: str) -> Tensor:
     except LipcertError:
         raise
     except Exception as error:
-        raise InputError(
-            f"{label} does not take images of shape {model.input_size}: {first_line(error).rstrip('.')}; "
-            "give input_size=, or img_size= where the timm model has it"
-        ) from error
+        reason = reason_of_failure(model, image, error)
+        remedy = next((text for pattern, text in _REMEDIES if re.search(pattern, reason)), "")
+        raise InputError(f"{label} does not take images of shape {model.input_size}: {reason}{remedy}") from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         kind = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
         raise InputError(f"{label} gives {kind} for one image, and a classifier gives logits of shape (1, classes)")

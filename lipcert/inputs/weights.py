@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import safetensors
 import timm
@@ -23,6 +23,8 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from lipcert.errors import LoadError, first_line, shortened
+from lipcert.inputs import formats
+from lipcert.inputs.files import WEIGHTS
 from lipcert.inputs.preprocessing import INTERPOLATIONS
 from lipcert.model import unusable
 
@@ -59,7 +61,7 @@ _LIBRARIES = (
 _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What modules that normalise pixels call their mean and their standard deviation.
 _NORMALISERS = {"mean": "std", "_mean": "_std", "new_mean": "new_std", "mu": "sigma"}
-_SAVE = "save the state_dict alone, best as safetensors"
+_PROTOCOL = 2  # of pickle, which torch.save writes unless told otherwise
 
 
 @dataclass
@@ -87,19 +89,21 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     if index is not None:
         return _read_parts(index)
     if os.path.isdir(path):
-        raise LoadError(
-            f"{path} is a folder; give a checkpoint file, or local-dir:{path} if timm saved the model there; "
-            f"images are given as --data {path}"
-        )
+        raise formats.of_folder(path, WEIGHTS)
     if not os.path.isfile(path):
         raise LoadError(f"there is no file {shortened(str(path))}")
-    if path.suffix == ".safetensors":
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> StoredWeights:
+    reader = formats.reader_of(path)
+    if reader == "safetensors":
         keys, metadata = keys_of(path)
         if not keys:
-            raise LoadError(f"{path} holds no state dict; expected names and tensors")
+            raise LoadError(f"{path} holds no state dict: it has no tensors")
         name = metadata.get("architecture")
         return StoredWeights(_Lazy(dict.fromkeys(keys, path)), name if _is_architecture(name) else None)
-    content = _torch_load(path)
+    content = _torch_load(path, reader == "zip")
     name, arguments, pixels = _of_training(content if isinstance(content, Mapping) else {})
     return StoredWeights(_tensors(content, path), name, arguments, pixels)
 
@@ -132,7 +136,7 @@ def _read_parts(index: Path) -> StoredWeights:
         if any(key not in held[file] for key, file in files.items()):
             raise LoadError(f"{index} lists tensors that its parts do not hold; download them again")
         return StoredWeights(_Lazy(files))
-    return StoredWeights({key: value for part in parts for key, value in _tensors(_torch_load(part), part).items()})
+    return StoredWeights({key: value for part in parts for key, value in _read_file(part).state.items()})
 
 
 def _is_architecture(name: Any) -> bool:
@@ -406,11 +410,8 @@ _NUMPY = ("multiarray.scalar", "multiarray._reconstruct")
 _HARMLESS = (*(f"numpy.{core}.{name}" for core in ("core", "_core") for name in _NUMPY), "numpy.dtype", "numpy.ndarray")
 
 
-def _torch_load(path: Path) -> Any:
-    archive = zipfile.is_zipfile(path)
+def _torch_load(path: Path, archive: bool) -> Any:
     try:
-        if archive:
-            _check_archive(path)
         try:
             return _tensors_of(path, archive, _HARMLESS)
         except pickle.UnpicklingError:
@@ -419,14 +420,22 @@ def _torch_load(path: Path) -> Any:
             listed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             return _tensors_of(path, archive, (*_HARMLESS, *listed))
     except pickle.UnpicklingError as error:
-        raise LoadError(
-            f"{path} is not a PyTorch checkpoint, or holds Python objects besides tensors, which are never run; {_SAVE}"
-        ) from error
-    except LoadError:
-        raise
+        protocol = _protocol(path, archive)
+        if protocol > _PROTOCOL:
+            what = f"was saved with pickle protocol {protocol}, and torch's safe loader reads {_PROTOCOL}"
+            raise formats.refusal(path, what + formats.RESAVE) from error
+        what = "holds Python objects besides tensors, which are never run"
+        raise formats.refusal(path, what + formats.STATE) from error
     except Exception as error:
-        reason = first_line(error)
-        raise LoadError(f"{path} is not a PyTorch checkpoint, or is damaged: {reason}; download it again") from error
+        raise LoadError(f"{path} is damaged: {first_line(error)}; download it again") from error
+
+
+def _protocol(path: Path, archive: bool) -> int:
+    """The pickle protocol of a file of torch.save."""
+    if not archive:
+        return path.read_bytes()[1]
+    with zipfile.ZipFile(path) as file:
+        return file.read(next(name for name in file.namelist() if name.endswith("/data.pkl")))[1]
 
 
 def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
@@ -439,33 +448,29 @@ def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
 
 
-def _check_archive(path: Path) -> None:
-    """Checks of a mapped file that torch omits: another kind of archive, a compressed one, a wrong checksum."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name.partition("/")[2] for name in archive.namelist()]
-        if "data.pkl" not in names or "constants.pkl" in names or any(name.startswith("code/") for name in names):
-            raise LoadError(
-                f"{path} is an archive of another kind, such as TorchScript or NumPy's, and no state_dict; export that "
-                "of the network it was made of"
-            )
-        if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
-            raise ValueError("it is an archive that is larger inside than outside, which torch does not write")
-        damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"the checksum of {shortened(damaged)} is wrong")
-
-
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict in a checkpoint; a warning names others beside it, which are not taken."""
     state = content
     for _ in range(_NESTED):
-        if not isinstance(state, Mapping):
-            break
-        wrapper = next((key for key in _WRAPPERS if isinstance(state.get(key), Mapping) and state[key]), None)
+        inner = {key: v for key, v in state.items() if isinstance(v, Mapping) and v} if _is_mapping(state) else {}
+        swapped = bool({"meta", "message_hub"} & inner.keys()) and {"state_dict", "ema_state_dict"} <= inner.keys()
+        wrapper = "state_dict" if swapped else next((key for key in _WRAPPERS if key in inner), None)
         if wrapper is None:
             break
-        state = state[wrapper]
-    entries = state if isinstance(state, Mapping) else {}
+        state = inner.pop(wrapper)
+        others = [key for key, value in inner.items() if 2 * _count(value) >= max(1, _count(state))]
+        if others:
+            averaged = ", the averaged ones in mmengine's files" if swapped else ""
+            warnings.warn(
+                f"{path} holds several sets of weights: taken are those under {wrapper}{averaged}, and not those under "
+                f"{' or '.join(map(shortened, map(str, others)))}; to have others, save them alone",
+                stacklevel=5,
+            )
+    entries = state if _is_mapping(state) else {}
     weights = {key: value for key, value in entries.items() if isinstance(key, str) and key != "_metadata"}
+    divided = _is_mapping(content) and {"ds_version", "param_shapes"} & content.keys()
+    if divided and any(isinstance(value, Tensor) and not value.numel() for value in weights.values()):
+        raise formats.refusal(path, formats.ZERO)
     if weights and all(_is_plain(value) for value in weights.values()):
         return clean_state_dict(weights)
     if any("_packed_params" in key or getattr(value, "is_quantized", False) for key, value in weights.items()):
@@ -473,11 +478,36 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     odd = next((key for key, value in weights.items() if isinstance(value, Tensor) and not _is_plain(value)), None)
     if odd is not None:
         raise LoadError(f"{path}: {shortened(odd)} is no dense tensor of real numbers; store it as one")
-    if any(isinstance(value, _Omitted) for value in (content, state, *entries.values())):
-        raise LoadError(f"{path} holds a module or other Python objects, which are never run; {_SAVE}")
-    only = f", only {', '.join(shortened(str(key)) for key in [*entries][:4])}" if entries else ""
-    listing = ", ".join(_WRAPPERS[:9])
-    raise LoadError(f"{path} holds no state dict{only}; expected names and tensors, alone or under one of {listing}, …")
+    if isinstance(content, _Omitted):
+        raise formats.refusal(path, "holds a module, or another Python object, which is never run" + formats.STATE)
+    raise formats.refusal(path, f"holds no state dict, but {_seen(content)}" + formats.PART)
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _count(value: Mapping[Any, Any]) -> int:
+    """The number of tensors that a mapping holds directly."""
+    return sum(isinstance(one, Tensor) for one in value.values())
+
+
+def _seen(content: Any) -> str:
+    """What a checkpoint holds in which no weights were found: its keys, and its largest tensors by name."""
+    if not isinstance(content, Mapping):
+        return f"a {type(content).__name__}"
+    found: dict[str, Tensor] = {}
+    waiting: list[tuple[str, Any]] = [("", content)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, Tensor):
+            found[place] = value
+        elif isinstance(value, Mapping) and place.count(".") <= _NESTED:
+            waiting += [(f"{place}.{key}".strip("."), one) for key, one in value.items()]
+    largest = sorted(found, key=lambda name: -found[name].numel())[:3]
+    listed = ", ".join(f"{shortened(name)} {tuple(found[name].shape)}" for name in largest)
+    keys = ", ".join(shortened(str(key)) for key in [*content][:4]) + (", …" if len(content) > 4 else "")
+    return f"the keys {keys or 'none'}" + (f", and as its largest tensors {listed}" if listed else ", and no tensors")
 
 
 def _is_plain(value: Any) -> bool:
