@@ -26,7 +26,7 @@ from lipcert.inputs.sources import Source
 from lipcert.inputs.timm_networks import is_configured
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
-from lipcert.report import facts, other_order
+from lipcert.report import facts, other_order, record, seconds
 from lipcert.results import (
     Run,
     certifier_for,
@@ -94,7 +94,7 @@ def run(plan: Plan) -> None:
 
         several = plan.several_models or len(plan.settings) > 1
         if plan.as_json:
-            summaries = [outcome.run.summary for outcome in outcomes]
+            summaries = [_for_programs(outcome.run) for outcome in outcomes]
             print_json({"models": summaries, "failed": failed} if several else summaries[0])
         elif several:
             _print_comparison(outcomes, plan)
@@ -412,17 +412,22 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
         rows.append(("published", f"{percent(known.certified)} of {known.images:,} ({known.data}); {here}"))
     if outcome.status.log10 is not None:
         rows.append(("Lipschitz bound", upper(outcome.status.log10)))
-    rows.append(("seconds", f"{run.seconds:.1f} ({run.seconds / max(len(run), 1):.3g} per image)"))
+    rows.append(("seconds", seconds(run)))
     if run.samples and not outcome.undecided:
         most = len(run) * (plan.settings[0].samples + SELECTION)
-        rate = f"{run.samples / max(run.seconds, 1e-9):,.0f} noisy images a second"
-        rows.append(("early stopping", f"saved {100 * (1 - run.samples / most):.1f} % of {most:,} draws; {rate}"))
+        rows.append(("early stopping", f"saved {100 * (1 - run.samples / most):.1f} % of {most:,} draws"))
     if outcome.undecided:
         rows.append(("undecided", f"{outcome.undecided} of {len(run)}: too few draws for a verdict"))
     if outcome.path is not None:
         rows += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     rows += _why_not(run, run.eps_typed)
     print_facts([*rows, *_next(plan, [outcome]).facts])
+
+
+def _for_programs(run: Run) -> dict[str, Any]:
+    """The summary, without what only verification needs, and the facts of the table."""
+    summary = {name: value for name, value in run.summary.items() if name != "example_logits"}
+    return {**summary, "facts": record(run, run.every_eps)}
 
 
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
@@ -476,7 +481,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
             row += [percent(run.certified_at(eps) / len(run)), run.interval(run.certified_at(eps))]
         row.append("-" if run.stopped or run.median_radius is None else shown(run.median_radius))
         row.append("-" if outcome.status.log10 is None else upper(outcome.status.log10))
-        rows.append([*row, f"{run.seconds:.1f}"])
+        rows.append([*row, seconds(run).partition(" (")[0]])
     print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))
     if settings.noise:
         say(f"valid for smoothed classifiers, each radius except with probability ≤ {settings.alpha:g} per image")

@@ -22,6 +22,7 @@ def report(
     eps: Annotated[
         list[str] | None, typer.Option(help="Show results at this radius; repeatable. Default: the eps of the runs.")
     ] = None,
+    linf: Annotated[bool, typer.Option("--linf", help="Also what holds in the max norm: r/√d, which is weak.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show results: certified accuracy over ε, radii, methods; compares several results."""
@@ -55,9 +56,9 @@ def report(
         print_json([record(run, at) for run in runs])
         return
     if len(runs) == 1:
-        print_facts(facts(runs[0], at))
+        print_facts(facts(runs[0], at, in_linf=linf))
     else:
-        columns, rows = overview(runs, at)
+        columns, rows = overview(runs, at, in_linf=linf)
         names = [row[:-1] for row in rows]  # the page shows the name of the model
         print_table(columns[:-1], names, optional=("δ", "images", "95 %"))
         say(OVERVIEW)

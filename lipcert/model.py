@@ -42,6 +42,8 @@ def unusable(net: nn.Module) -> str | None:
 
 
 _MOST_PIXELS = 2**26
+# Values that are farther outside [0, 1] are no rounding errors.
+_ROUNDED = 1e-6
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LOADERS: list[Callable[[nn.Module], Model]] = []
@@ -253,8 +255,10 @@ class Model(nn.Module):
         """The device of the weights."""
         return next((p.device for p in self.parameters()), self.mean.device)
 
-    def check_images(self, images: Tensor) -> None:
-        """Refuses images of a wrong shape or type, with NaN, or with values outside [0, 1].
+    def check_images(self, images: Tensor) -> Tensor:
+        """The images; refuses those of a wrong shape or type, with NaN, or with values outside [0, 1].
+
+        Values outside by up to 1e-6, as resizing, denoising and attacks leave them, are clipped with a warning.
 
         Raises:
             InputError: the images are not valid; the message says what to do.
@@ -271,7 +275,9 @@ class Model(nn.Module):
             raise InputError(f"images must have shape (N, {expected}), got {shape}; {hint}")
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")
-        if images.numel() and not (images.amin() >= 0 and images.amax() <= 1):
+        if not images.numel() or (images.amin() >= 0 and images.amax() <= 1):
+            return images
+        if not (images.amin() >= -_ROUNDED and images.amax() <= 1 + _ROUNDED):
             hint = "pass pixels before normalisation; timm's create_loader gives them for mean=(0, 0, 0), std=(1, 1, 1)"
             if images.amin() >= 0 and 2 < images.amax() <= 255:
                 hint = "divide pixels from 0 to 255 by 255"
@@ -279,6 +285,8 @@ class Model(nn.Module):
                 f"images must lie in [0, 1] and hold no NaN, got values from {images.amin():.4g} to "
                 f"{images.amax():.4g}; {hint}"
             )
+        warnings.warn("values outside [0, 1] by up to 1e-6 are clipped, as rounding errors", stacklevel=3)
+        return images.clamp(0, 1)
 
 
 def check_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:

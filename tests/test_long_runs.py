@@ -110,7 +110,7 @@ def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(seconds, monk
 
     def certified(where):
         time.sleep(0.02)
-        return where, 0.02
+        return where, _parallel.Seconds(0.02, 0.02)
 
     monkeypatch.setattr(_parallel, "worker_pool", lambda count, *_: ThreadPoolExecutor(count))
     monkeypatch.setattr(_parallel, "_WORTH", 0.02 * 30 / 4)

@@ -358,3 +358,32 @@ def test_an_array_is_its_numbers(order, flips, kind, seed) -> None:
     assert images.tolist() == array.tolist() == pair_of(array)[0].tolist()
     assert classes.tolist() == labels.tolist()
     assert classes.dtype is torch.int64
+
+
+def test_rounding_errors_outside_the_box_are_clipped(model):
+    """Resizing, denoising and attacks leave values such as -3e-8; NaN, and more than that, are refused."""
+    images = torch.rand(2, *model.input_size)
+    images[0, 0, 0, :2] = torch.tensor([-2.98e-8, 1 + 1e-6])
+    with pytest.warns(UserWarning, match="clipped"):
+        result = lipcert.certify(model, images, eps=0.1, method="gloro")
+    inside = lipcert.certify(model, images.clamp(0, 1), eps=0.1, method="gloro")
+    assert result.radius.tolist() == inside.radius.tolist()
+    assert result[0]["image"] == inside[0]["image"]
+    for value in (-2e-6, 1 + 3e-6, float("nan")):
+        images[0, 0, 0, 0] = value
+        with pytest.raises(InputError, match="hold no NaN"):
+            lipcert.certify(model, images, eps=0.1, method="gloro")
+
+
+def test_certified_accuracy_counts_over_processes(model):
+    """As torchmetrics adds up the states of all processes; here of two that have seen the same images."""
+    pytest.importorskip("torchmetrics")
+    images, labels = torch.rand(3, *model.input_size), torch.tensor([0, 1, 2])
+    both = {"dist_sync_fn": lambda state, group: [state, state], "distributed_available_fn": lambda: True}
+    metric = lipcert.CertifiedAccuracy("1e-9,0.5", **both)
+    result = lipcert.certify(model, images, labels, eps="1e-9,0.5", method="gloro")
+    metric.update(result)
+    assert metric.compute()[0] == result.certified_accuracy
+    with metric.sync_context(should_sync=True, distributed_available=lambda: True, dist_sync_fn=both["dist_sync_fn"]):
+        assert int(metric.total) == 2 * len(images)
+    assert int(metric.total) == len(images)

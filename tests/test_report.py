@@ -220,6 +220,35 @@ def test_damaged_and_missing_files(results, tmp_path):
     assert "holds no results" in refused("empty")
 
 
+STRAY = {
+    "another tool's log": lambda file: file.write_text('{"epoch": 1}\n'),
+    "another tool's log and summary": lambda file: (
+        file.write_text('{"epoch": 1}\n'),
+        file.with_suffix(".summary.json").write_text('{"eps": 1}'),
+    ),
+    "empty": lambda file: file.touch(),
+    "a folder": lambda file: file.mkdir(),
+    "a broken link": lambda file: file.symlink_to("nowhere"),
+    "bytes": lambda file: file.write_bytes(b"\x00\xff\x1f\x8b"),
+    "a copy without its summary": lambda file: file.write_text((file.parent / "r.jsonl").read_text()),
+    "a run that was killed before its first row": lambda file: (
+        file.touch(),
+        file.with_suffix(".summary.json").write_text((file.parent / "r.summary.json").read_text()),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STRAY)
+def test_what_is_not_lipcerts_is_named_and_left_out(results, tmp_path, kind):
+    (tmp_path / "all").mkdir()
+    path = results(name="all/r")
+    STRAY[kind](tmp_path / "all" / "stray.jsonl")
+    with pytest.warns(UserWarning, match=r"left out, no rows .*: stray\.jsonl$"):
+        assert [run.path.name for run in read_runs(["all"])] == [path.name]
+    path.unlink()
+    assert "holds no results, but no rows of lipcert certify with a summary: stray.jsonl" in refused("all")
+
+
 def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
     result = run(results(tail='{"index": 9', complete=False))
     assert "the last row is half-written" in result.stderr
@@ -463,6 +492,51 @@ def test_the_card_is_what_hubs_read(results, tmp_path):
     assert attacked.dataset_name == "val"
     assert "/home/someone" not in str(card)  # a card is published
     assert len(found) == 5
+
+
+def test_metadata_is_of_finished_runs_and_says_what_it_is_a_sample_of(results):
+    data = {"spec": "x", "images": 60, "labelled": True}
+    (unfinished,) = read_runs([results(complete=False, data=data, name="a")])
+    assert model_card([unfinished]).data.eval_results is None
+    (sample,) = read_runs([results(data=data, limit=6, name="b")])
+    (whole,) = read_runs([results(name="c")])
+    names = [[one.metric_name for one in model_card([run]).data.eval_results] for run in (sample, whole)]
+    assert names[0][1] == "Certified accuracy at ε = 0.1, 2 of 6 images of 60, 95 % CI 9.7–70.0 %"
+    assert names[1] == ["Clean accuracy", "Certified accuracy at ε = 0.1"]
+
+
+def test_what_is_only_checked_is_not_called_proved(results):
+    """In the table, on the page, in the card with its metadata, in JSON and in CSV."""
+    rows = [{**one, "norms": "proved", "rounding": "checked", "sampling": "assumed"} for one in ROWS]
+    path = results([{**rows[0], "rounding": "proved"}, *rows[1:]])
+    printed = run(path, "--html", "r.html", "--card", "c.md", "--csv", "r.csv").stdout
+    assert (
+        "proved\tnorms, round-off of 1 of 6 images\nchecked\tround-off of 5 of 6 images\nassumed\tsampling" in printed
+    )
+    assert "| checked | round-off of 5 of 6 images |" in Path("c.md").read_text()
+    (record,) = json.loads(run(path, "--json").stdout)
+    assert record["rounding"] == {"proved": 1, "checked": 5}
+    (line,) = csv.DictReader(Path("r.csv").read_text().splitlines())
+    for words in (line, ModelCard(Path("c.md").read_text()).data.eval_results[-1].metric_args):
+        assert (words["norms"], words["rounding"], words["sampling"]) == ("proved", "checked", "assumed")
+    assert "always true" not in Path("r.html").read_text() + Path("c.md").read_text()
+    assert "round-off of 5 of 6 images" in Path("r.html").read_text()
+    assert "neither proved nor checked" in refused(results([{**rows[0], "norms": "sure"}]))
+
+
+def test_machine_output_holds_numbers(results):
+    path = results(ATTACKED, preprocessing={"input_size": [3, 8, 8]})
+    run(path, "--csv", "r.csv", "--eps", "0.05", "--eps", "1/10")
+    content = Path("r.csv").read_text()
+    assert content.isascii()
+    lines = list(csv.DictReader(content.splitlines()))
+    assert [float(line["certified_share"]) for line in lines] == pytest.approx([3 / 6, 2 / 6])
+    assert [float(line["linf"]) for line in lines] == pytest.approx([0.05 / 192**0.5, 0.1 / 192**0.5], rel=1e-12)
+    assert {line["model"] for line in lines} == {"vit"}
+    columns = {"eps", "images", "correct_low", "unbroken", "median_radius", "rigor", "delta", "cpu_seconds"}
+    assert columns <= lines[0].keys()
+    assert "up to ε/√d = 0.00721" in run(path, "--linf").stdout
+    assert "up to ε/√d" not in run(path).stdout
 
 
 def test_the_code_of_a_card_certifies_as_the_run_did(results, tmp_path):

@@ -1,10 +1,13 @@
 """Result files: rows survive whatever stops a run, and rows of different runs never meet."""
 
+import errno
 import json
 import math
+import os
 import re
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import lipcert
 from lipcert.certifier import Certificates
 from lipcert.errors import InputError
 from lipcert.inputs.data import Batch, Images, image_hash
-from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, share, wilson
+from lipcert.results import ResultFile, Tally, _files, read_rows, rows, shard_path, shards_of, share, wilson
 
 RUN = {
     "model": {"source": {"name": "x", "arguments": {"sizes": (1, 2)}}, "recipe": [], "weights_hash": "0" * 64},
@@ -249,6 +252,44 @@ def test_a_file_has_one_writer_and_a_summary_of_its_own(tmp_path):
             assert other.summary_path.name == "run.v2.summary.json"
     with pytest.raises(InputError, match="run.v1 cannot hold the rows; .* ends in .jsonl"):
         ResultFile(tmp_path / "run.v1", RUN)
+
+
+def test_without_locks_two_processes_do_not_mix_rows(tmp_path, monkeypatch):
+    """The first to write a row keeps the file, with its summary; the other ends with a line."""
+    if (fcntl := _files.fcntl) is not None:
+        monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
+    path = tmp_path / "r.jsonl"
+    with ResultFile(path, RUN) as first:
+        second = ResultFile(path, {**RUN, "eps": 0.2, "eps_typed": "0.2"})
+        first.append(row(1))
+        with pytest.raises(InputError, match="another process is writing"):
+            second.append(row(2))
+        second.__exit__(InputError)
+        assert json.loads(first.summary_path.read_text())["eps"] == RUN["eps"]
+        first.append(row(3))
+    assert [one["index"] for one in read_rows(path, RUN)] == [1, 3]
+
+
+@pytest.mark.parametrize("missing", ["chmod", "replace"])
+def test_what_a_mount_lacks_loses_no_result(tmp_path, monkeypatch, missing):
+    """Mode bits, and a rename over a file that exists."""
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, missing, refuse)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    path = written(tmp_path / "r.jsonl", range(2))
+    assert json.loads((tmp_path / "r.summary.json").read_text())["counts"]["images"] == 2
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["r.jsonl", "r.summary.json"]
+    (tmp_path / "target").touch()
+    (tmp_path / "r.summary.json").unlink()
+    (tmp_path / "r.summary.json").symlink_to("target")
+    if missing == "replace":  # nothing is written through a link
+        path.unlink()
+        with pytest.raises(InputError, match="cannot write"):
+            ResultFile(path, RUN)
+        assert not (tmp_path / "target").read_bytes()
 
 
 def test_rows_of_other_versions_and_preprocessing_are_left_alone(tmp_path):

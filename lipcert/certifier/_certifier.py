@@ -208,7 +208,7 @@ class Certifier:
             BrokenCertificate: the attack changed a prediction inside its certified radius.
         """
         check_environment(self.model.device, self.dtype)
-        self.model.check_images(images)
+        images = self.model.check_images(images)
         if labels is not None:
             check_labels(labels, len(images), self.analysis.output.shape[1])
         try:
@@ -360,7 +360,7 @@ class Certifier:
         """
         if self.dtype != "real":
             raise InputError(f"logit bounds are for dtype real, and this certifier is for {self.dtype}")
-        self.model.check_images(images)
+        images = self.model.check_images(images)
         distance = self.eps if eps is None else parse_eps(str(eps))
         pixels = images.to(self.model.device, torch.float64)
         outputs = self._logits(pixels).cpu()

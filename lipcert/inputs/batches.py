@@ -33,7 +33,7 @@ def batches(loader: Loader, model: Model, classes: int | None = None) -> Iterato
         raise InputError(f"images come as a tensor, a list of batches or a DataLoader, got a {type(loader).__name__}")
     for batch in loader:
         images, labels = pair_of(batch)
-        model.check_images(images)
+        images = model.check_images(images)
         yield images, None if labels is None else check_labels(labels, len(images), classes).cpu()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +16,8 @@ from lipcert.errors import InputError, LoadError
 WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
 KINDS = {"torch": None, "hfds": "datasets"}
+# What mounts without a rename over an existing file answer.
+_NO_RENAME = {errno.EPERM, errno.EACCES, errno.EEXIST, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def check_there(*files: Path | None) -> None:
@@ -44,7 +48,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives an empty file in the folder of ``path`` that takes its place when the block ends without an error.
 
     The file is created with O_EXCL under a random name, so in a folder in which others may write, no link that waits
-    under a known name is followed, and no file of theirs is written to.
+    under a known name is followed, and no file of theirs is written to. Where a mount cannot rename over a file, the
+    content is copied.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
     os.close(handle)
@@ -53,8 +58,14 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         mask = os.umask(0)
         os.umask(mask)
-        with suppress(OSError):  # some mounts have no permissions
+        with suppress(OSError):  # mounts may have no mode bits
             partial.chmod(0o666 & ~mask)  # so far only their owner can read it
-        os.replace(partial, path)
+        try:
+            os.replace(partial, path)
+        except OSError as error:
+            if error.errno not in _NO_RENAME or path.is_symlink():
+                raise
+            shutil.copyfile(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Numbers and norms rounded outward, slacks for float64, results, estimates for training, formats, memory."""
 
 from lipcert.numerics._bound import Bound, Estimate, LayerBound
-from lipcert.numerics._certificates import Certificates
+from lipcert.numerics._certificates import EVIDENCE, WORDS, Certificates
 from lipcert.numerics._environment import (
     as_assumed,
     assumptions,

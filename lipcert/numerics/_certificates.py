@@ -13,6 +13,9 @@ from torch import Tensor
 
 from lipcert.errors import InputError
 
+# Of what a certificate rests on, a row says one of these words, the strongest first; None where it does not rest on it.
+EVIDENCE, WORDS = ("norms", "rounding", "sampling"), ("proved", "checked", "assumed")
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -93,7 +96,9 @@ class Certificates:
 
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""
-        entries: dict[str, Any] = {"rounding": self.rounding[i]} if self.rounding else {}
+        sampling = None if self.rigor[i] == "deterministic" else "assumed"
+        words = ("proved", self.rounding[i], sampling) if self.rounding else ()
+        entries: dict[str, Any] = dict(zip(EVIDENCE, words, strict=False))
         if self.limit is not None:
             entries["limit"] = self.limit[i].item() if math.isfinite(self.limit[i].item()) else None
         if self.reason:

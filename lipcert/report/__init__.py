@@ -14,7 +14,7 @@ from lipcert.report._figures import available
 from lipcert.report._markdown import Document
 from lipcert.report._page import to_html
 from lipcert.report._show import Shown, show
-from lipcert.report._words import other_order
+from lipcert.report._words import other_order, seconds
 from lipcert.report._write import publishing, write
 from lipcert.results import Run, read_runs
 

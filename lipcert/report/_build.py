@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +13,27 @@ from lipcert.report import _figures
 from lipcert.report._artifact import by_model, title
 from lipcert.report._curves import span
 from lipcert.report._markdown import MARK, Document, bold, code, escaped, heading, items, link, picture, table
-from lipcert.report._words import about, class_name, listed, lower_bound, promises, radius, right, upper_bound
-from lipcert.results import Run, Tally, wilson
-from lipcert.settings import version
+from lipcert.report._words import (
+    about,
+    class_name,
+    evidence,
+    listed,
+    lower_bound,
+    promises,
+    radius,
+    right,
+    seconds,
+    upper_bound,
+)
+from lipcert.results import Run, Tally, share, wilson
+from lipcert.settings import shown, version
 
 Eps = Sequence[tuple[float, str]]
 
 OVERVIEW = (
-    "radius: median over correctly classified images; none for runs that stop at the verdict for ε. δ: probability "
-    "that a radius is too large, over random draws of lipcert; 0 is deterministic. Certificates valid for smoothed(σ) "
-    "are not about the network itself; their accuracy is that of the class predicted most often under noise."
+    "radius: median over correctly classified images, or over all without labels; none for runs that stop at the "
+    "verdict for ε. δ: the largest probability that the radius of an image is too large, over random draws of lipcert. "
+    "Certificates valid for smoothed(σ) are not about the network itself, and neither is their accuracy."
 )
 _EXTREMES = 5
 _MODULES = 12
@@ -62,7 +75,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     return notes
 
 
-def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]:
+def overview(runs: Sequence[Run], eps: Eps, *, in_linf: bool = False) -> tuple[list[str], list[list[str]]]:
     """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first."""
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
     smoothed, medians = any(run.smoothed for run in runs), any(_median(run) for run in runs)
@@ -71,13 +84,14 @@ def overview(runs: Sequence[Run], eps: Eps) -> tuple[list[str], list[list[str]]]
         (True, "certified", lambda run, value, typed: _percent(run.certified_at(value), run)),
         (True, "95 % CI", lambda run, value, typed: run.interval(run.certified_at(value))),
         (True, "ε", lambda run, value, typed: typed),
+        (in_linf, "ℓ∞, weak", lambda run, value, typed: shown(linf(run, value) or 0.0)),
         (labelled, "correct" if smoothed else "clean", lambda run, *_: _percent(run.correct, run, run.labelled)),
         (attacked, "attacked", lambda run, value, typed: _percent(run.surviving_at(value), run, run.attacked)),
         (medians, "radius", lambda run, value, typed: _median(run) or "–"),
         (True, "δ", lambda run, value, typed: f"{run.delta:g}"),
         (True, "images", lambda run, value, typed: str(len(run))),
         (smoothed, "valid for", lambda run, value, typed: run.holds_for),
-        (True, "model", lambda run, value, typed: run.network),
+        (True, "model", lambda run, value, typed: run.named),
     ]
     shown = {name: cell for asked, name, cell in cells if asked}
     rows = [
@@ -99,29 +113,39 @@ def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
     return entries
 
 
-def facts(run: Run, eps: Eps) -> list[tuple[str, str]]:
-    """The results of one run: (name, value) pairs."""
+def linf(run: Run, radius: float) -> float | None:
+    """The ℓ∞ ball inside the ℓ2 ball of this radius: r/√d for d values in an image, rounded down."""
+    size = (run.summary.get("preprocessing") or {}).get("input_size")
+    return radius / math.sqrt(math.prod(size)) * (1 - 1e-15) if size and not run.inside else None
+
+
+def facts(run: Run, eps: Eps, *, in_linf: bool = False) -> list[tuple[str, str]]:
+    """The results of one run: (name, value) pairs; for ℓ∞ too if that is asked for."""
     partly = "" if run.complete else "; the run did not finish"
     entries = [("model", run.named), ("images", f"{len(run)}{partly}")]
     for what, part, attacked in shares(run, eps):
         entries.append((what, run.share(part) + (", upper bound" if attacked else "")))
-    return entries + _others(run)
+    entries += _others(run)
+    for typed, ball in ((typed, linf(run, value)) for value, typed in eps if in_linf):
+        if ball is not None:
+            entries.append(
+                (f"ℓ∞ at {typed}", f"the same for changes of each value by up to ε/√d = {shown(ball)}, which is weak")
+            )
+    return entries
 
 
 def record(run: Run, eps: Eps) -> dict[str, Any]:
-    """The results of one run for JSON: counts, shares, and the shares' Wilson 95 % intervals."""
+    """The results of one run for programs: what the tables say, as numbers; shares with Wilson's 95 % intervals."""
 
     def counted(part: int) -> dict[str, Any]:
-        return {
-            "images": part,
-            "share": part / len(run),
-            "interval": list(wilson(part, len(run))) if run.sampled else None,
-        }
+        ends = list(wilson(part, len(run))) if run.sampled else None
+        return {"images": part, "share": part / len(run) if len(run) else None, "interval": ends}
 
     at = [
         {
             "eps": value,
             "eps_typed": typed,
+            "linf": linf(run, value),
             "certified": counted(run.certified_at(value)),
             **({"unbroken": counted(run.surviving_at(value))} if run.attacked else {}),
         }
@@ -129,17 +153,49 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
     ]
     return {
         "results": str(run.path),
-        "model": run.network,
+        "model": run.named,
+        "network": run.network,
         "weights_hash": run.weights_hash,
         "perturbed": run.perturbed,
+        "holds_for": run.holds_for,
+        "dtype": run.summary.get("dtype"),
         "images": len(run),
+        "complete": run.complete,
         **({"correct": counted(run.correct)} if run.labelled else {}),
         "at": at,
         "median_radius": None if run.stopped else run.median_radius,
+        "rigor": run.weakest,
         "delta": run.delta,
-        "holds_for": run.holds_for,
+        **run.evidence,
+        "methods": dict(run.methods),
+        **({"abstained": counted(run.abstained), "samples": run.samples} if run.smoothed else {}),
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
         "notes": run.notes,
     }
+
+
+def lines(runs: Sequence[Run], eps: Eps) -> list[dict[str, Any]]:
+    """A line for each ε and run, for CSV: the numbers of :func:`record` in columns."""
+
+    def flat(name: str, entry: Mapping[str, Any] | None) -> dict[str, Any]:
+        one = entry or {"images": None, "share": None, "interval": None}
+        low, high = one["interval"] or (None, None)
+        return {name: one["images"], f"{name}_share": one["share"], f"{name}_low": low, f"{name}_high": high}
+
+    alike = ("images", "complete", "median_radius", "rigor", "delta", "holds_for", "dtype", "seconds", "cpu_seconds")
+    found = []
+    for run in runs:
+        one = record(run, eps)
+        of_run = {name: one[name] for name in alike} | run.words
+        for at in one["at"]:
+            entries = {"certified": at["certified"], "unbroken": at.get("unbroken")}
+            entries |= {"correct": one.get("correct"), "abstained": one.get("abstained")}
+            named = {"results": run.name, "model": one["model"], "eps": at["eps"], "linf": at["linf"]}
+            found.append(
+                named | {k: v for name, entry in entries.items() for k, v in flat(name, entry).items()} | of_run
+            )
+    return found
 
 
 def _median(run: Run) -> str | None:
@@ -153,7 +209,7 @@ def _others(run: Run) -> list[tuple[str, str]]:
     if median := _median(run):
         entries.append((f"median radius{', correctly classified' if run.labelled else ''}", median))
     entries += [("rigor", run.rigor), ("valid for", about(run))]
-    entries += [("round-off", run.rounding)] if run.rounding else []
+    entries += evidence(run)
     if run.smoothed:
         entries += [("abstained", run.share(run.abstained)), ("noisy images", f"{run.samples:,}")]
     methods = ", ".join(f"{name} ({count} image{'s' * (count != 1)})" for name, count in run.methods.most_common())
@@ -223,12 +279,11 @@ def sentence(run: Run, eps: Eps) -> str:
     within = "" if run.inside else " within [0, 1]"
     text += f"no ℓ2 perturbation of {run.perturbed}{within} up to ε changes the class that {by} predicts ({run.rigor})."
     if run.labelled:
-        what = "are classified correctly by the majority under noise" if run.smoothed else "are classified correctly"
-        text += f" Without perturbation, {run.correct} ({100 * run.correct / count:.1f} %) {what}."
+        text += f" Without perturbation, {by} gives the right class for {share(run.correct, count, False)}"
+        text += f", and abstains on {run.abstained}." if run.smoothed else "."
     if run.attacked:
-        surviving = run.surviving_at(value)
-        percent = 100 * surviving / count
-        text += f" Under {run.attack}, {surviving} ({percent:.1f} %) remain so; robust accuracy lies between."
+        surviving = share(run.surviving_at(value), count, False)
+        text += f" Under {run.attack}, {surviving} remain so; robust accuracy lies between."
     if run.smoothed:
         text += " The smoothed classifier returns the class that the network predicts most often under Gaussian noise "
         text += f"of σ = {run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
@@ -267,7 +322,7 @@ def _methods(run: Run, eps: Eps) -> str:
     rows = []
     for name, count in run.methods.most_common():
         tally = Tally(row for row in run.rows if row["method"] == name)
-        words = ["deterministic"] if "deterministic" in tally.rigors else []
+        words = ["deterministic"] if any(row["rigor"] == "deterministic" for row in tally.rows) else []
         words += [f"probabilistic, δ ≤ {tally.delta:g}"] if tally.delta else []
         rows.append([name, str(count), *(str(tally.certified_at(value)) for value, _ in eps), listed(words)])
     return table(["method", "images", *(f"certified at {typed}" for _, typed in eps), "rigor"], rows)
@@ -302,32 +357,38 @@ def _images_table(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
 def _noise(run: Run) -> str:
     text = ", ".join(f"{key} {value}" for key, value in run.noise.items())
     choice = run.summary.get("sigma_choice")
-    return f"{text}; sigma was chosen on {choice['images']} other images" if choice else text
+    return f"{text}; sigma was chosen on {choice['images']} images outside the run" if choice else text
 
 
 def _settings(run: Run) -> list[str]:
-    summary = run.summary
+    summary, spec = run.summary, _data_name(run.summary)
     data, bound = summary.get("data", {}), summary.get("bound") or {}
     rows = [
         ("model", run.architecture),
         *run.steps,
         ("weights, SHA-256", run.weights_hash or "–"),
-        ("images", f"{len(run)} of {data.get('images', '–')}, {_data_name(summary)}"),
+        ("images", f"{len(run)} of {data.get('images', '–')}, {os.path.basename(spec) or spec}"),
         ("preprocessing", run.preprocessing),
         ("method", str(summary.get("method", "–"))),
         ("valid for", about(run)),
         *([("noise", _noise(run))] if run.smoothed else []),
         *([("global Lipschitz bound", _global(bound))] if bound else []),
         *([("attack", run.attack)] if run.attacked else []),
-        ("seconds", f"{run.seconds:.1f}"),
+        ("seconds", seconds(run)),
         ("lipcert", f"{summary.get('lipcert', '–')}; this report: {version()}"),
-        *(
-            (str(key), ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value))
-            for key, value in summary.get("environment", {}).items()
-        ),
     ]
-    command = summary.get("command")
-    return [table(("", ""), rows, numbers=False), *([code(command)] if command else [])]
+    listing = {"data": spec, **(summary.get("environment") or {}), "assumed": summary.get("assumptions") or []}
+    folded = [(str(key), _listed(value)) for key, value in listing.items() if value]
+    command = [code(summary["command"])] if summary.get("command") else []
+    summed = "<details><summary>Command, machine and what is assumed of it</summary>"
+    return [table(("", ""), rows, False), summed, *command, table(("", ""), folded, False), "</details>"]
+
+
+def _listed(value: Any) -> str:
+    """A value of a summary in one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _global(bound: Mapping[str, Any]) -> str:

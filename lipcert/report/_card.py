@@ -15,7 +15,7 @@ from lipcert.errors import InputError
 from lipcert.report._artifact import artifact_of, by_model, command_of, shipped, title
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
-from lipcert.report._words import promises, right
+from lipcert.report._words import listed, promises, right
 from lipcert.results import Run
 from lipcert.settings import CertifySettings
 
@@ -59,7 +59,7 @@ def model_card(
         datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],
         model_name=title(runs[0]),
-        eval_results=[result for run in runs for result in _results(run, eps)],
+        eval_results=[result for run in runs if run.complete for result in _results(run, eps)] or None,
     )
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_body(runs, eps, data, artifact)}\n")
 
@@ -75,13 +75,15 @@ def _hub_data(run: Run) -> list[str]:
 def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | None) -> str:
     first = runs[0]
     parts = [heading(1, title(first))]
-    parts.append(escaped(f"An image classifier, {first.architecture}, with certificates against ℓ2 perturbations."))
+    steps = f" after {listed([name for name, _ in first.steps])}" if first.steps else ""
+    parts.append(escaped(f"An image classifier, {first.network}{steps}, with certificates against ℓ2 perturbations."))
     for run in runs:
         parts += [heading(2, f"Certificates{f': {run.name}' if len(runs) > 1 else ''}"), escaped(sentence(run, eps))]
         about_data = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
         parts.append(table(("", ""), [*about_data, *facts(run, eps)], numbers=False))
     origin = [
-        ("weights", f"{artifact.name if artifact else '–'}, SHA-256 {first.weights_hash or '–'}"),
+        ("weights", f"{f'{artifact.name}, ' if artifact else ''}SHA-256 {first.weights_hash or 'not recorded'}"),
+        ("architecture", first.architecture.partition(" → ")[0]),
         ("base model", str(data.base_model or "not recorded")),
         *first.steps,
         ("licence", str(data.license or "not stated")),
@@ -131,12 +133,15 @@ def _options(run: Run) -> str:
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:
+    """The metrics of a finished run; of a sample their names say how many images it has, and how sure that is."""
     details = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown")), "holds_for": run.holds_for}
+    total = run.summary["data"].get("images", len(run)) - len(run.summary["data"].get("removed") or ())
     about: dict[str, Any] = {"rigor": "probabilistic", "delta": run.delta} if run.delta else {"rigor": "deterministic"}
-    about["method"] = str(run.summary.get("method", "unknown"))
+    about |= {"method": str(run.summary.get("method", "unknown")), **run.words}
     common: dict[str, Any] = {**_TASK, **_dataset(run)}
     kind, word = ("certified_accuracy", "accuracy") if run.labelled else ("certified_share", "share")
     of = ", of the smoothed classifier" if run.smoothed else ""
+    of_some = f", {{}} of {len(run)} images of {total:,}, 95 % CI {{}}"
     found: list[tuple[str, str, int, dict[str, Any]]] = []
     if run.labelled:
         found.append(("accuracy", right(run).capitalize(), run.correct, {}))
@@ -151,7 +156,7 @@ def _results(run: Run, eps: Eps) -> list[EvalResult]:
         EvalResult(
             **common,
             metric_type=kind,
-            metric_name=name,
+            metric_name=name + (of_some.format(part, run.interval(part)) if len(run) < total else ""),
             metric_value=round(part / len(run), 6),
             metric_args={**details, **more},
         )

@@ -9,11 +9,13 @@ from timm import is_model
 from timm.data import ImageNetInfo
 
 from lipcert.inputs.classes import printable
+from lipcert.numerics import WORDS
 from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run
 from lipcert.settings import shown
 
 IMAGENET = 1000  # classes of ImageNet-1k
+_EVIDENCE = {"rounding": "round-off"}
 
 _INSIDE = (
     "A certified radius r of a run with --at means: every value of that module's output at an ℓ2 distance smaller than "
@@ -26,8 +28,8 @@ _RADIUS = (
 _NETWORK = (
     "It is valid for a forward pass in the stated dtype, round-off included, or for exact arithmetic; in the latter "
     "case round-off of a deployed forward pass is not covered.",
-    "deterministic: always true. probabilistic, δ: false with probability at most δ per image, over random start "
-    "vectors that lipcert draws.",
+    "deterministic: no random number enters the bound. probabilistic, δ: it is false with probability at most δ per "
+    "image, over random start vectors that lipcert draws.",
 )
 _SMOOTHED = (
     "smoothed(σ): the certificate is about the smoothed classifier, another function than the network. It returns the "
@@ -39,8 +41,11 @@ _SMOOTHED = (
     "at most δ per image. Draws are pseudo-random and rounded; we assume, and do not prove, that this has no effect.",
 )
 _COMMON = (
-    "Percentages are exact for these images. Confidence intervals (Wilson, 95 %) are for the population that the "
-    "images are drawn from.",
+    "proved: by a theorem, round-off of the computation included. checked: tested at the image by changing values as "
+    "round-off can, and not proved. assumed: neither, such as that pseudo-random numbers are as good as random ones. "
+    "What is assumed of torch and the machine stands in the summary of the run.",
+    "Percentages count these images. Confidence intervals (Wilson, 95 %) are for the population that the images are "
+    "a random sample of.",
     "In other norms: a perturbation of d values that are each at most t has an ℓ2 norm of at most t√d, so a radius r "
     "also holds in ℓ∞ up to r/√d.",
     "A certificate does not say that the prediction is correct, and nothing about changes that are large in ℓ2.",
@@ -78,13 +83,32 @@ def about(run: Run) -> str:
     return f"exact arithmetic{place}" if dtype == "real" else f"a forward pass in {dtype}"
 
 
+def evidence(run: Run) -> list[tuple[str, str]]:
+    """What of the certificates is proved, what is only checked, and what is assumed."""
+    entries = []
+    for word in WORDS:
+        names = [
+            _EVIDENCE.get(name, name) + ("" if found[word] == len(run) else f" of {found[word]} of {len(run)} images")
+            for name, found in run.evidence.items()
+            if word in found
+        ]
+        entries += [(word, ", ".join(names))] if names else []
+    return entries
+
+
+def seconds(run: Run) -> str:
+    """The time of a run by the clock, where it is known, and of all cores."""
+    cpu = f"{run.cpu_seconds:.1f} CPU seconds, {run.cpu_seconds / max(len(run), 1):.3g} per image"
+    return cpu if run.seconds is None else f"{run.seconds:.1f} ({cpu})"
+
+
 def class_name(run: Run, number: int) -> str:
     """The name of a class: from the data set or, for timm networks of 1000 classes, ImageNet-1k; else its number."""
-    names, logits = run.summary.get("class_names") or {}, run.summary.get("example_logits") or [[]]
+    names = run.summary.get("class_names") or {}
     name = str(names.get(str(number), number))
     if name.startswith("n0") or name.startswith("n1"):
         return ImageNetInfo().label_name_to_description(name)
-    if not names and len(logits[0]) == IMAGENET and is_model(run.network):
+    if not names and run.classes == IMAGENET and is_model(run.network):
         return ImageNetInfo().index_to_description(number)
     return name
 

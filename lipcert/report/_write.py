@@ -14,7 +14,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.files import replacing
 from lipcert.report import _figures
 from lipcert.report._artifact import artifact_of, by_model, title
-from lipcert.report._build import Eps, overview, radii_of_interest, report
+from lipcert.report._build import Eps, lines, radii_of_interest, report
 from lipcert.report._card import model_card
 from lipcert.report._markdown import MARK
 from lipcert.report._page import to_html
@@ -22,7 +22,7 @@ from lipcert.results import Run
 
 # Every file of a report contains one of these.
 SIGN = b"written by lipcert report"
-_SIGNS = (SIGN, b"results,certified,")
+_SIGNS = (SIGN, b"results,model,eps,", b"results,certified,")
 _MARKDOWN = (".md", ".markdown")
 _KINDS = {"html": (".html", ".htm"), "markdown": _MARKDOWN, "card": _MARKDOWN, "csv": (".csv",)}
 
@@ -77,9 +77,11 @@ def write(
         for path, of_one in cards(paths["card"], runs).items():
             content[path] = f"{model_card(of_one, eps, license=license, base_model=base_model)}\n"
     if "csv" in paths:
-        columns, rows = overview(runs, radii_of_interest(runs, eps))
+        rows = lines(runs, radii_of_interest(runs, eps))
         buffer = io.StringIO()
-        tables.writer(buffer, lineterminator="\n").writerows([columns, *rows])
+        writer = tables.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
         content[paths["csv"]] = buffer.getvalue()
     for path in content:
         _check_free(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import html
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -23,6 +22,7 @@ from lipcert.inputs.data import Batch, Images
 from lipcert.model import Model, check_eps, checked, outside_inference_mode
 from lipcert.numerics import Certificates
 from lipcert.results._files import ResultFile
+from lipcert.results._parallel import clocks
 from lipcert.results._rows import rows
 from lipcert.results.description import describe
 from lipcert.settings import SMOOTHING, CertifySettings, settings_of, shown, takes
@@ -46,7 +46,8 @@ class Result(Certificates):
 
     about: Mapping[str, Any] = field(default_factory=dict)  # the description of the run, as in a summary
     hashes: tuple[str, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # by the clock
+    cpu_seconds: float = 0.0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The rows of the images, as :meth:`save` writes them."""
@@ -88,13 +89,13 @@ class Result(Certificates):
     def save(self, path: str | Path) -> Path:
         """Writes a result file and its summary, as ``lipcert certify --out`` does."""
         with ResultFile(path, self.about) as file:
-            file.absorb(self._rows, None)
+            file.absorb(self._rows, None, self.seconds)
         return Path(path)
 
     @cached_property
     def _rows(self) -> list[dict[str, Any]]:
         batch = Batch(tuple(range(len(self))), torch.zeros(len(self), 0), self.labels)
-        return rows(batch, self, self.seconds, self.hashes)
+        return rows(batch, self, self.cpu_seconds, self.hashes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,7 +159,7 @@ def certify(
         BrokenCertificate: the attack changed a prediction inside its certified radius, which is a defect of lipcert.
         UnsupportedOperation: the model has operations without a rule.
     """
-    started = time.perf_counter()
+    started = clocks()
     asked = settings_of(CertifySettings, *(() if eps is None else (eps,)), **settings)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size is a number of images, at least 1, got {batch_size!r}; or leave it out")
@@ -168,7 +169,8 @@ def certify(
     parts: list[Certificates] = []
     hashes: list[str] = []
     done = 0
-    for some, classes in _batches(images, labels):
+    for given, classes in _batches(images, labels):
+        some = model.check_images(given)
         size = certifier.together if smoothed else batch_size or certifier.together
         for i in range(0, max(1, len(some)), size):
             part = slice(i, i + size)
@@ -183,7 +185,8 @@ def certify(
     about = describe(model, _TensorImages(hashes, joined.labels is not None), certifier, "lipcert.certify")
     columns = {one.name: getattr(joined, one.name) for one in fields(joined)}
     kind = SmoothedResult if smoothed else Result
-    return kind(**columns, about=about, hashes=tuple(hashes), seconds=time.perf_counter() - started)
+    seconds = clocks(started)
+    return kind(**columns, about=about, hashes=tuple(hashes), seconds=seconds.wall, cpu_seconds=seconds.cpu)
 
 
 def certifier_for(

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,8 +33,12 @@ except ImportError:  # Windows
 
 
 def summary(description: Mapping[str, Any], tally: Tally, *, complete: bool) -> dict[str, Any]:
-    """The summary of a run: its description, its counts, and whether it is complete."""
-    return {**description, "counts": tally.counts(), "complete": complete}
+    """The summary of a run: its description, its counts, its wall seconds, and whether it is complete.
+
+    ``rigor`` is that of the rows, and ``rigor_asked`` that of the settings.
+    """
+    rigor = {"rigor": tally.weakest, "rigor_asked": description.get("rigor")}
+    return {**description, **rigor, "counts": tally.counts(), "seconds": tally.seconds, "complete": complete}
 
 
 def shard_path(path: Path, part: int, parts: int) -> Path:
@@ -75,6 +80,7 @@ class ResultFile:
         self.description = dict(description)
         self.unfinished = False  # whether the file is of an earlier, larger run that was stopped
         self._file = -1
+        self._size: int | None = None  # of the file, where it cannot be locked
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._open()
@@ -99,6 +105,8 @@ class ResultFile:
             self.tally = Tally(rows)
             self.done = {row["index"] for row in self.tally.rows}
             self._write_summary(complete=False)
+            self.before = 0.0 if earlier is None else earlier.seconds  # wall seconds; not known of a killed run
+            self._started = time.monotonic()
         except BaseException as error:
             self._close()
             if isinstance(error, OSError):
@@ -109,6 +117,8 @@ class ResultFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.before is not None:
+            self.tally.seconds = self.before + time.monotonic() - self._started
         try:
             self._write_summary(complete=kind is None and not self.unfinished)
         except InputError:
@@ -119,6 +129,7 @@ class ResultFile:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row, which another process can read at once."""
+        self._check_alone()
         line = _line(row)
         if row["index"] in self.done:  # more draws of an image
             place = next(i for i, other in enumerate(self.tally.rows) if other["index"] == row["index"])
@@ -133,31 +144,45 @@ class ResultFile:
             ) from error
         self.tally.add(row)
         self.done.add(row["index"])
+        if self._size is not None:
+            first, self._size = self._size == 0, self._size + len(line)
+            if first:  # another process may have written its summary before this row
+                self._write_summary(complete=False)
 
-    def absorb(self, rows: Sequence[Mapping[str, Any]], order: Sequence[int] | None) -> None:
-        """Appends rows of shards, in the order of the run."""
+    def absorb(
+        self, rows: Sequence[Mapping[str, Any]], order: Sequence[int] | None, seconds: float | None = None
+    ) -> None:
+        """Appends rows of shards, in the order of the run, which took so many wall seconds, if that is known."""
         earlier = {row["index"]: row for row in self.tally.rows}
         for row in rows:
             for name, what in (("image", "another image"), ("label", "another label of image")):
                 if earlier.get(row["index"], row).get(name) != row.get(name):
                     raise InputError(f"{self.path} holds {what} {row['index']}; give another file")
         new = {row["index"]: row for row in rows if row["index"] not in self.done}
+        self.before = seconds if new else self.before
         for index in sorted(new) if order is None else [index for index in order if index in new]:
             self.append(new[index])
 
     def _open(self) -> None:
-        """Opens the file for this process alone, where the file system has locks."""
+        """Opens the file for this process alone; without locks it is watched for what other processes write."""
         self._close()
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
+        self._size = None
         try:
-            if fcntl is not None:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if fcntl is None:
+                raise OSError
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InputError(
-                f"another process is writing {self.path}; wait for it, or give another file with --out"
-            ) from error
-        except OSError:  # no locks here
-            return
+            raise self._occupied() from error
+        except OSError:  # the file system has no locks
+            self._size = os.fstat(self._file).st_size
+
+    def _occupied(self) -> InputError:
+        return InputError(f"another process is writing {self.path}; wait for it, or give another file with --out")
+
+    def _check_alone(self) -> None:
+        if self._size is not None and os.fstat(self._file).st_size != self._size:
+            raise self._occupied()
 
     def _close(self) -> None:
         if self._file >= 0:
@@ -165,6 +190,7 @@ class ResultFile:
             self._file = -1
 
     def _write_summary(self, *, complete: bool) -> None:
+        self._check_alone()
         content = summary(self.description, self.tally, complete=complete)
         try:
             with replacing(self.summary_path) as partial:

@@ -1,4 +1,4 @@
-"""Certified accuracy over batches, with the interface of a metric of torchmetrics."""
+"""Certified accuracy over batches: a metric of torchmetrics where that is installed, with its interface elsewhere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,28 @@ from lipcert.errors import InputError
 from lipcert.numerics import Certificates
 from lipcert.settings import CertifySettings
 
+try:
+    from torchmetrics import Metric
+except ImportError:
 
-class CertifiedAccuracy:
+    class Metric:  # type: ignore[no-redef]
+        """What is used of torchmetrics."""
+
+        def __init__(self) -> None:
+            self._defaults: dict[str, Tensor] = {}
+
+        def add_state(self, name: str, default: Tensor, dist_reduce_fx: str) -> None:
+            """Registers a sum."""
+            self._defaults[name] = default
+            setattr(self, name, default.clone())
+
+        def reset(self) -> None:
+            """Forgets all images."""
+            for name, default in self._defaults.items():
+                setattr(self, name, default.clone())
+
+
+class CertifiedAccuracy(Metric):  # type: ignore[misc,unused-ignore]
     """The share of images that are correctly classified with a certified radius larger than ε.
 
     >>> metric = lipcert.CertifiedAccuracy("36/255,0.5")
@@ -21,17 +41,21 @@ class CertifiedAccuracy:
     ...     metric.update(lipcert.certify(model, images, labels, eps="36/255,0.5"))
     >>> metric.compute()
 
+    With torchmetrics it is one of its metrics, and counts over all processes.
+
     Args:
         eps: ε in ℓ2 on pixels in [0, 1], or several.
+        **options: those of ``torchmetrics.Metric``.
     """
 
-    def __init__(self, eps: float | str | Sequence[float | str]):
-        self.eps = torch.tensor([value for value, _ in CertifySettings(cast(Any, eps)).every_eps], dtype=torch.float64)
-        self.reset()
+    certified: Tensor
+    total: Tensor
 
-    def reset(self) -> None:
-        """Forgets all images."""
-        self.certified, self.total = torch.zeros(len(self.eps), dtype=torch.int64), 0
+    def __init__(self, eps: float | str | Sequence[float | str], **options: Any):
+        super().__init__(**options)
+        self.eps = [value for value, _ in CertifySettings(cast(Any, eps)).every_eps]
+        self.add_state("certified", torch.zeros(len(self.eps), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, certificates: Certificates) -> None:
         """Counts the images of a result of :func:`lipcert.certify`.
@@ -41,8 +65,8 @@ class CertifiedAccuracy:
         """
         if certificates.correct is None:
             raise InputError("certified accuracy needs labels: lipcert.certify(model, images, labels, eps=...)")
-        above = certificates.radius[:, None] > self.eps
-        self.certified += (above & certificates.correct[:, None]).sum(0)
+        above = certificates.radius[:, None] > torch.tensor(self.eps, dtype=torch.float64)
+        self.certified += (above & certificates.correct[:, None]).sum(0).to(self.certified.device)
         self.total += len(certificates)
 
     def compute(self) -> Tensor:
@@ -53,4 +77,4 @@ class CertifiedAccuracy:
         """
         if not self.total:
             raise InputError("certified accuracy of no images; call update first")
-        return (self.certified / self.total).double().squeeze()
+        return (self.certified.double() / self.total).squeeze()

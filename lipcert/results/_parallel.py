@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,7 +29,15 @@ from lipcert.settings import DETERMINISTIC, SMOOTHING, CertifySettings
 if TYPE_CHECKING:
     from lipcert.smoothing import Smoothing
 
-Outcome = tuple[Certificates, float]
+
+class Seconds(NamedTuple):
+    """What a batch takes: by the clock, and of all cores together."""
+
+    wall: float
+    cpu: float
+
+
+Outcome = tuple[Certificates, Seconds]
 
 # Workers are started if the images that remain take this process longer than so many seconds. A batch takes about as
 # long as if it had so many more images.
@@ -87,8 +95,8 @@ def _started(count: int) -> Iterator[list[ProcessPoolExecutor]]:
 
 def certified(
     certifier: Any, batches: Iterator[Batch], workers: int, left: int, ahead: Sequence[ProcessPoolExecutor] = ()
-) -> Iterator[tuple[Batch, Certificates, float]]:
-    """Certifies batches, in their order; yields each with its certificates and the seconds that it took.
+) -> Iterator[tuple[Batch, Certificates, Seconds]]:
+    """Certifies batches, in their order; yields each with its certificates and what it took.
 
     Workers are used after the first batches, if what is ``left`` takes long, or before; those that started ``ahead``
     first. Each makes the certifier anew from the network, its norms and the settings, and serves only if its bounds and
@@ -103,7 +111,7 @@ def certified(
         outcome = _timed(certifier, batch, workers > 0)
         yield batch, *outcome
         left -= len(batch)
-        shared = workers > 1 and left * outcome[1] / (len(batch) + _MORE) > _WORTH
+        shared = workers > 1 and left * outcome[1].wall / (len(batch) + _MORE) > _WORTH
     try:
         given = pickle.dumps((_registering(), certifier.model, certifier.settings, KNOWN_NORMS))
     except Exception:  # code that only this process has, such as hooks
@@ -119,10 +127,10 @@ def certified(
 
 def _shared(
     certifier: Any, batches: Iterator[Batch], pools: Sequence[ProcessPoolExecutor], given: bytes
-) -> Iterator[tuple[Batch, Certificates, float]]:
+) -> Iterator[tuple[Batch, Certificates, Seconds]]:
     """Whoever is free, this process or a worker, takes the next batch."""
     identity, lock = _identity(certifier), Lock()
-    waiting: deque[Future[tuple[Batch, Certificates, float]]] = deque()
+    waiting: deque[Future[tuple[Batch, Certificates, Seconds]]] = deque()
 
     def begun() -> tuple[Batch, Future[Any]] | None:
         with lock:
@@ -171,14 +179,20 @@ def _shared(
 
 
 def _timed(certifier: Any, batch: Batch, one_thread: bool) -> Outcome:
-    started, threads = time.perf_counter(), torch.get_num_threads()
+    since, threads = clocks(), torch.get_num_threads()
     try:
         torch.set_num_threads(1 if one_thread else threads)
-        return certifier.run_batch(batch), time.perf_counter() - started
+        return certifier.run_batch(batch), clocks(since)
     except BrokenCertificate as error:
         raise _named(error, batch) from None
     finally:
         torch.set_num_threads(threads)
+
+
+def clocks(since: Seconds | None = None) -> Seconds:
+    """The time by the clock and of this process, since then."""
+    before = since or Seconds(0.0, 0.0)
+    return Seconds(time.perf_counter() - before.wall, time.process_time() - before.cpu)
 
 
 def _received(future: Future[bytes], batch: Batch) -> Outcome:
@@ -239,8 +253,8 @@ def _identity(certifier: Any = None) -> tuple[Any, ...]:
 
 def _certify(given: bytes) -> bytes:
     images, labels = pickle.loads(given)
-    started = time.perf_counter()
+    since = clocks()
     try:
-        return pickle.dumps((_MADE[0].run(images, labels), time.perf_counter() - started))
+        return pickle.dumps((_MADE[0].run(images, labels), clocks(since)))
     except BrokenCertificate as error:
         return pickle.dumps({name: getattr(error, name) for name in ("position", "distance", "radius", "method")})

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -45,6 +46,7 @@ class Run(Tally):
 
     def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int = 0):
         super().__init__(rows)
+        self.seconds = summary.get("seconds")
         self.path = path
         self.name = printable(path.stem)
         self.summary = summary
@@ -155,6 +157,11 @@ class Run(Tally):
         return self.summary.get("example_logits")
 
     @property
+    def classes(self) -> int:
+        """The number of classes; 0 if it is not known."""
+        return int(self.summary.get("classes") or len((self.example_logits or [[]])[0]))
+
+    @property
     def named(self) -> str:
         """The model as the command that certified it names it."""
         return str(self.summary.get("name") or self.network)
@@ -235,8 +242,8 @@ class Run(Tally):
         """Yields the counts in the summary that differ from the rows."""
         counts, claimed = self.counts(), self.summary.get("counts")
         claimed = claimed if isinstance(claimed, dict) else {}
-        for name in dict.fromkeys((*counts, *claimed)):
-            if not same(claimed.get(name), counts.get(name)):
+        for name in claimed.keys() & counts.keys() or counts:  # earlier versions counted less
+            if not same(claimed.get(name), counts[name]):
                 what = name.replace("_", " ")
                 yield f"the summary counts {claimed.get(name)} for {what}, the rows {counts.get(name)}"
 
@@ -270,7 +277,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
 
     Args:
         paths: ``.jsonl`` files that ``certify --out`` wrote, each with its summary in the same folder, or folders of
-            such files.
+            such files; other ``.jsonl`` files of a folder are left out with a warning.
 
     Returns:
         The runs in the given order; those of a folder are sorted by name.
@@ -278,8 +285,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     Raises:
         InputError: a file is missing, empty or damaged, or contradicts itself.
     """
-    files = list(dict.fromkeys(file for path in paths for file in _files(Path(path))))
-    runs = [read_run(file) for file in files]
+    runs = [read_run(file) for file in dict.fromkeys(file for path in paths for file in _files(Path(path)))]
     shared = {run.name for run in runs if sum(run.name == other.name for other in runs) > 1}
     for run in runs:
         run.refuse_false_rows()
@@ -343,11 +349,25 @@ def read_rows(path: Path, description: Mapping[str, Any]) -> list[Mapping[str, A
 
 
 def _files(path: Path) -> list[Path]:
+    """The path, or the result files of a folder; says which other ``.jsonl`` files it holds."""
     if not path.is_dir():
         return [path]
-    files = sorted(path.glob("*.jsonl"))
+    files: list[Path] = []
+    others: list[Path] = []
+    for file in sorted(path.glob(f"*{ROWS}")):
+        try:
+            _summary(file)
+            (files if b"\n" in file.read_bytes() else others).append(file)
+        except (InputError, OSError):
+            others.append(file)
+    left_out = f"no rows of lipcert certify with a summary: {', '.join(printable(file.name) for file in others)}"
     if not files:
-        raise InputError(f"the folder {path} holds no results; lipcert certify --out {path / 'r.jsonl'} writes some")
+        found = f", but {left_out}" if others else ""
+        raise InputError(
+            f"the folder {path} holds no results{found}; lipcert certify --out {path / 'r.jsonl'} writes some"
+        )
+    if others:
+        warnings.warn(f"{path}: left out, {left_out}", stacklevel=4)
     return files
 
 
@@ -380,7 +400,7 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
 # The kinds of entries of a summary, and of its model; each may be missing.
 _KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("data", "environment", "class_names", "bound", "preprocessing", "attack"), dict),
-    "further_eps": list, "command": str, "complete": bool,
+    "further_eps": list, "command": str, "complete": bool, "seconds": (int, float),
 }  # fmt: skip
 _KINDS_OF_MODEL = {"source": dict, "weights_hash": str}
 
@@ -395,6 +415,8 @@ def _summary(path: Path) -> Mapping[str, Any]:
             wrong = [name for name, kind in kinds.items() if not isinstance(entries.get(name), (kind, NoneType))]
             if wrong:
                 raise ValueError(f"of another kind: {', '.join(wrong)}")
+        if "rigor_asked" in summary:  # of the settings, by which runs are compared
+            summary["rigor"] = summary.pop("rigor_asked")
         shlex.split(summary.get("command") or "")
     except OSError as error:
         raise InputError(f"{path} has no summary {beside.name} beside it; copy both, or give another file") from error

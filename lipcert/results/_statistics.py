@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lipcert.norms import Rigor
+from lipcert.numerics import EVIDENCE, WORDS
 
 
 def wilson(part: int, whole: int) -> tuple[float, float]:
@@ -44,6 +45,7 @@ class Tally:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
         self.rows = list(rows)
+        self.seconds: float | None = None  # that the run took by the clock, over all its starts; None if not known
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -114,8 +116,8 @@ class Tally:
         return statistics.median_low(radii) if radii else None
 
     @property
-    def seconds(self) -> float:
-        """Computing time of all images."""
+    def cpu_seconds(self) -> float:
+        """Computing time of all images, in all processes and threads."""
         return float(sum(row.get("seconds", 0.0) for row in self.rows))
 
     @property
@@ -124,23 +126,25 @@ class Tally:
         return Counter(row["method"] for row in self.rows)
 
     @property
-    def rigors(self) -> Counter[str]:
-        """The number of radii of each rigor."""
-        return Counter(row["rigor"] for row in self.rows)
+    def evidence(self) -> dict[str, dict[str, int]]:
+        """Of how many images norms, rounding and sampling are ``proved``, ``checked`` or ``assumed``."""
+        return {name: dict(Counter(row[name] for row in self.rows if row.get(name))) for name in EVIDENCE}
 
     @property
-    def rounding(self) -> str:
-        """For how many images round-off in the certificate's own computation is bounded; empty if not stated."""
-        words = Counter(row["rounding"] for row in self.rows if "rounding" in row)
-        proved, checked = words["proved"], words["checked"]
-        if proved and checked:
-            return f"bounded for {proved} of {len(self)} images; only tested, with noise, for the other {checked}"
-        return "bounded" if proved else "only tested, with noise" if checked else ""
+    def words(self) -> dict[str, str | None]:
+        """The weakest word of :attr:`evidence` for each."""
+        return {name: max(found, key=WORDS.index, default=None) for name, found in self.evidence.items()}
+
+    @property
+    def weakest(self) -> Rigor:
+        """The rigor of the radius with the largest failure probability."""
+        found = (Rigor.parse(text) for text in {row["rigor"] for row in self.rows})
+        return max((rigor for rigor in found if rigor), key=lambda rigor: rigor.delta, default=Rigor(0.0))
 
     @property
     def delta(self) -> float:
         """The largest failure probability of one radius; 0 if all are deterministic."""
-        return max((rigor.delta for text in self.rigors if (rigor := Rigor.parse(text))), default=0.0)
+        return self.weakest.delta
 
     @property
     def samples(self) -> int:
@@ -168,4 +172,9 @@ class Tally:
             counts["accuracy_under_attack"] = self.accuracy_under_attack
         if self.samples:
             counts |= {"abstained": self.abstained, "samples": self.samples}
-        return counts | {"median_radius": self.median_radius, "methods": dict(self.methods), "seconds": self.seconds}
+        return counts | {
+            "median_radius": self.median_radius,
+            "methods": dict(self.methods),
+            **self.evidence,
+            "cpu_seconds": self.cpu_seconds,
+        }

@@ -15,6 +15,7 @@ from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.preprocessing import preprocessing
 from lipcert.model import Model
 from lipcert.numerics import Bound, assumptions, environment_settings
+from lipcert.results._rows import thinned
 from lipcert.settings import version
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def describe(
             "code_hash": code_hash,
             **({"logits": ONE_LOGIT} if certifier.notes.get("labels") == ONE_LOGIT else {}),
         },
-        "example_logits": [list(map(_finite, one)) for one in logits],
+        "example_logits": thinned(logits),
+        "classes": len(logits[0]),
         **certifier.settings.described(),
         "data": {
             "spec": "bundled" if spec is None else os.path.abspath(spec) if os.path.exists(spec) else spec,

@@ -75,8 +75,8 @@ class Remaining:
         """Certifies block after block and yields the rows of images that had none."""
         found = certified(self.certifier, self._blocks(), self.workers, self.length, self.ahead)
         for batch, certificates, seconds in found:
-            self.pace = seconds / len(batch)
-            for row in rows(batch, certificates, seconds):
+            self.pace = seconds.wall / len(batch)
+            for row in rows(batch, certificates, seconds.cpu):
                 if row["index"] not in self.done:
                     yield row
 
@@ -100,12 +100,13 @@ def certify_in_memory(
     ahead: Sequence[ProcessPoolExecutor] = (),
 ) -> Tally:
     """Certifies all images and returns only the counts and rows in memory."""
-    tally = Tally()
+    tally, started = Tally(), time.monotonic()
     try:
         run = Remaining(certifier, images, workers=workers, deadline=deadline, ahead=ahead)
         _collect(run, tally.add, progress)
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept with --no-out") from error
+    tally.seconds = time.monotonic() - started
     return tally
 
 
@@ -165,7 +166,7 @@ def certify_to_file(
             ) from error
     if processes.count == 1:
         return file.tally
-    together = _put_together(out, shard, description, images, processes)
+    together = _put_together(out, shard, description, images, processes, file.tally.seconds)
     return file.tally if together is None else together
 
 
@@ -180,7 +181,7 @@ def _collect(run: Remaining, write: Callable[[dict[str, Any]], None], progress: 
 
 
 def _put_together(
-    out: Path, shard: Path, description: Mapping[str, Any], images: Images, processes: Processes
+    out: Path, shard: Path, description: Mapping[str, Any], images: Images, processes: Processes, seconds: float | None
 ) -> Tally | None:
     """The first process writes the rows of all processes; then each process removes its own file."""
     local = [row for path in shards_of(out) for row in read_rows(path, description)]
@@ -188,7 +189,7 @@ def _put_together(
     tally = None
     if processes.first:
         with ResultFile(out, description) as file:
-            file.absorb([row for part in everything for row in part], images.order)
+            file.absorb([row for part in everything for row in part], images.order, seconds)
         tally = file.tally
     processes.gather(None)  # a barrier: no process removes its file before the rows are written
     shard.unlink()

@@ -17,6 +17,7 @@ from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
 from lipcert.model import Model
 from lipcert.norms import Rigor
+from lipcert.numerics import EVIDENCE, WORDS
 from lipcert.results._certify import certifier_for
 from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, rows, same, same_logits
@@ -221,8 +222,10 @@ def _objection(claimed: Mapping[str, Any], recomputed: Mapping[str, Any], attack
     stated, spent = ((Rigor.parse(row["rigor"]) or Rigor(0.0)).delta for row in (claimed, recomputed))
     if stated < spent or bool(stated) is not bool(spent):
         return f"{claimed['rigor']} is claimed and {recomputed['rigor']} found"
-    if claimed.get("rounding") == "proved" != recomputed.get("rounding"):
-        return f"rounding proved is claimed and {recomputed.get('rounding')} found"
+    for name in (name for name in EVIDENCE if name in claimed):
+        weaker = WORDS[WORDS.index(claimed[name]) + 1 :] if claimed[name] else WORDS
+        if recomputed.get(name) in weaker:
+            return f"{name} {claimed[name]} is claimed and {recomputed[name]} found"
     for name in ("attacked", "attack_distance") if attacked else ():
         if not same(claimed.get(name), recomputed[name], _ATTACK_TOLERANCE):
             return f"{name} = {claimed.get(name)} is claimed and {recomputed[name]} found"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.numerics import Certificates
+from lipcert.numerics import EVIDENCE, Certificates
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class SmoothedCertificates(Certificates):
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""
         return {
+            **dict(zip(EVIDENCE, (None, "assumed", "assumed"), strict=True)),
             "holds_for": self.holds_for,
             "abstained": bool(self.abstained[i]),
             "count": int(self.count[i]),

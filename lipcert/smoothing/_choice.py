@@ -83,7 +83,7 @@ def choose_sigma(
             CertifySettings, *(() if eps is None else (eps,)), method=SMOOTHING, sigma=AUTO, **settings
         )
     numbers = range(len(images)) if indices is None else indices
-    model.check_images(images)
+    images = model.check_images(images)
     shares: dict[float, float] = {}
 
     def share(step: int) -> float:

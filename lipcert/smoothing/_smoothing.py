@@ -176,7 +176,7 @@ class Smoothing:
         numbers: Sequence[int],
         claimed: Sequence[tuple[int, int]] | None = None,
     ) -> SmoothedCertificates:
-        self.model.check_images(images)
+        images = self.model.check_images(images)
         if labels is not None:
             check_labels(labels, len(images), self.classes)
         points, distances = to_lattice(images.to(self.model.device))

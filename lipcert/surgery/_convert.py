@@ -96,7 +96,7 @@ def convert(
     if images is None:
         generator = torch.Generator().manual_seed(0)
         images = torch.rand(_RANDOM_IMAGES, *model.input_size, generator=generator)
-    model.check_images(images)
+    images = model.check_images(images)
     if not len(images):
         raise InputError("no images to calibrate on; pass at least one, or none at all for random ones")
     edits, kept = plan(model.net, attention=attention, norm=norm, activation=activation)
