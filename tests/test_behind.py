@@ -253,14 +253,15 @@ def a_batch_for(net: Model, count: int = 6) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("only", [None, "head.*"])
 @pytest.mark.parametrize("mirror", [False, True])
-def test_training_for_it(mirror: bool, only: str | None) -> None:
+@pytest.mark.parametrize("loss", ["cut", "cut-annealed"])
+def test_training_for_it(loss: str, mirror: bool, only: str | None) -> None:
     torch.manual_seed(0)
     sizes = {"depth": 1, "width": 8, "num_features": 16, "num_classes": 3}
     net = lipcert.load("liresnet_l6w64", pretrained=False, **sizes, beta=2.0, mirror=mirror)
     before = {name: value.clone() for name, value in net.net.state_dict().items()}
     losses: list[float] = []
     given = a_batch_for(net)
-    settings: dict[str, Any] = {"loss": "cut", "epochs": 6, "lr": 1e-3, "ramp": (1, 1, 0), "only": only}
+    settings: dict[str, Any] = {"loss": loss, "epochs": 6, "lr": 1e-3, "ramp": (1, 1, 0), "only": only}
     lipcert.finetune(net, given, **settings, progress=lambda e: losses.append(e.loss))
     moved = {name for name, value in net.net.state_dict().items() if not torch.equal(value, before[name])}
     assert losses[-1] < losses[0]

@@ -40,6 +40,7 @@ from lipcert.training import (
     _finetune,
     _losses,
     adversarial_loss,
+    annealed_loss,
     emma_loss,
     fixed_loss,
     gloro_loss,
@@ -152,6 +153,30 @@ def test_emma_loss_by_hand() -> None:
     assert slope[0, 1:].tolist() == pytest.approx(
         [math.exp(m) / total * s * eps for m, s in list(zip(moved, shares, strict=True))[1:]], rel=1e-5
     )
+
+
+def test_annealed_loss_by_hand() -> None:
+    """The logits of emma, less an offset at the label, over T; images with a large probability hardly count."""
+    logits = torch.tensor([[3.0, 1.0, 2.5, 4.0], [9.0, 0.0, 0.0, 0.0]])
+    constants = torch.tensor([[0.0, 2.0, 5.0, 3.0], [0.0, 1.0, 1.0, 1.0]])
+    moved = [[3.0 - 2.0, 1.0 + 0.5 * 2.0, 3.0, 4.0], [9.0 - 2.0, 0.5, 0.5, 0.5]]
+    losses = []
+    for row in moved:
+        p = math.exp(row[0] / 0.75) / sum(math.exp(z / 0.75) for z in row)
+        losses.append(-0.75 * (1 - p) ** 5 * math.log(p))
+    labels = torch.tensor([0, 0])
+    assert annealed_loss(logits, labels, constants, 0.5).item() == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert losses[1] < 1e-10 * losses[0]
+    plain = annealed_loss(logits, labels, constants, 0.5, offset=0.0, temperature=1.0, exponent=0.0)
+    torch.testing.assert_close(plain, emma_loss(logits, labels, constants, 0.5))
+
+
+def test_annealed_loss_near_its_limits_has_a_finite_gradient() -> None:
+    logits = torch.tensor([[60.0, 0.0, 0.0], [-60.0, 0.0, 0.0]], requires_grad=True)
+    loss = annealed_loss(logits, torch.tensor([0, 0]), torch.ones(2, 3).scatter(1, torch.zeros(2, 1).long(), 0.0), 0.1)
+    (slope,) = torch.autograd.grad(loss, logits)
+    assert slope.isfinite().all()
+    assert slope[1, 0] < -0.4
 
 
 def test_trades_loss_is_cross_entropy_and_divergence() -> None:

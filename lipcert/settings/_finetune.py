@@ -31,7 +31,9 @@ class LossFacts(NamedTuple):
 LOSSES = {
     "adversarial": LossFacts("for method anchored"),
     "cut": LossFacts("for anchored after a Lipschitz prefix", "cut", (0.1, 2.0, 0.5)),
+    "cut-annealed": LossFacts("for anchored after a Lipschitz prefix", "cut", (0.1, 3.0, 0.5)),
     "emma": LossFacts("for gloro", "pairs", (0.1, 2.0, 0.5)),
+    "annealed": LossFacts("for gloro", "pairs", (0.1, 3.0, 0.5)),
     "gloro": LossFacts("for gloro", "pairs"),
     "trades": LossFacts("for gloro", "pairs"),
     "fixed": LossFacts("for gloro", "pairs"),
@@ -91,7 +93,7 @@ class FinetuneSettings:
     )
     ramp: tuple[float, float, float] | None = _loss(
         "A,B,S: eps in the loss goes from A to B times --eps in the first fraction S of the run; "
-        "0.1,2,0.5 for emma and cut, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
+        "0.1,2,0.5 for emma and cut, 0.1,3,0.5 if annealed, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
         None,
     )
     weight: float = _loss("Weight of the divergence in the loss trades.", 1.0, range=WEIGHT)

@@ -12,6 +12,7 @@ from lipcert.training._finetune import check_trainable, finetune
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
     adversarial_loss,
+    annealed_loss,
     cut_loss,
     emma_loss,
     fixed_loss,
@@ -28,5 +29,5 @@ from lipcert.training._validation import Log, Validation
 
 __all__ = [
     "Augmentation", "Epoch", "FinetuneSettings", "LocalBound", "Log", "TrainingBound", "Validation", "adversarial_loss",
-    "emma_loss", "fixed_loss", "gloro_loss", "local_loss", "teacher_loss", "trades_loss",
+    "annealed_loss", "emma_loss", "fixed_loss", "gloro_loss", "local_loss", "teacher_loss", "trades_loss",
 ]  # fmt: skip

@@ -29,11 +29,13 @@ def cut_loss(
     constant: Tensor,
     eps: float,
     temperature: float = 1.0,
+    loss: Callable[..., Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`emma_loss` with K‖∇_c(f_y − f_j)‖ in place of K_yj, j the runner-up, c the output of a module.
 
-    To first order, this is the margin that the anchored certificate behind c needs, with the Lipschitz constant K of
-    the layers up to c. The gradient is differentiated again, through the layers behind c only.
+    ``loss`` may be another one of the same arguments. To first order, this is the margin that the anchored certificate
+    behind c needs, with the Lipschitz constant K of the layers up to c. The gradient is differentiated again, through
+    the layers behind c only.
     """
     outputs: list[Tensor] = []
 
@@ -51,7 +53,7 @@ def cut_loss(
     rows = gradient.to(logits.dtype).flatten(1).unflatten(0, (-1, len(images))).transpose(0, 1)
     slope = rows.flatten(1).norm(dim=1, keepdim=True)
     constants = (constant.to(logits) * slope / temperature).expand_as(logits).scatter(1, labels[:, None], 0.0)
-    return emma_loss(logits / temperature, labels, constants, eps), logits
+    return (loss or emma_loss)(logits / temperature, labels, constants, eps), logits
 
 
 def _margins(logits: Tensor, labels: Tensor) -> Tensor:
@@ -151,10 +153,51 @@ def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> 
     Returns:
         The loss.
     """
+    return F.cross_entropy(_levelled(logits, labels, constants, eps), labels)
+
+
+def _levelled(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
+    """The logits f_j + ε_j K_yj of :func:`emma_loss`."""
     margins = logits.gather(1, labels[:, None]) - logits
     reach = eps * constants
     share = (margins / reach.clamp_min(torch.finfo(reach.dtype).tiny)).clamp(0, 1).detach()
-    return F.cross_entropy(logits + share * reach, labels)
+    return logits + share * reach
+
+
+def annealed_loss(
+    logits: Tensor,
+    labels: Tensor,
+    constants: Tensor,
+    eps: float,
+    *,
+    offset: float = 2.0,
+    temperature: float = 0.75,
+    exponent: float = 5.0,
+) -> Tensor:
+    """Logit annealing: −T (1 − p)^γ log p, p the probability of the label for (z − ξ e_y)/T.
+
+    z are the logits f_j + ε_j K_yj of :func:`emma_loss`. The offset ξ asks for a margin, and images that have it count
+    ever less, which leaves the capacity of the network to others.
+
+    Source: Lai, Huang, Kung and Chen, "Enhancing certified robustness via block reflector orthogonal layers and logit
+    annealing loss", ICML 2025 (arXiv 2505.15174), section 5.
+
+    Args:
+        logits: f, shape (N, classes).
+        labels: the classes y, shape (N,).
+        constants: K_yj, as in :func:`emma_loss`.
+        eps: ε in ℓ2 on pixels.
+        offset: ξ.
+        temperature: T.
+        exponent: γ.
+
+    Returns:
+        The loss.
+    """
+    moved = _levelled(logits, labels, constants, eps)
+    offsets = torch.zeros_like(moved).scatter(1, labels[:, None], offset)
+    entropy = F.cross_entropy((moved - offsets) / temperature, labels, reduction="none")
+    return temperature * ((1 - (-entropy).exp()) ** exponent * entropy).mean()
 
 
 def fixed_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
@@ -239,6 +282,11 @@ def _by_bound(loss: Callable[..., Tensor], of_predicted: bool = False) -> Loss:
     return of_batch
 
 
+def _cut(loss: Callable[..., Tensor]) -> Loss:
+    """A loss with the slopes of margins at the end of the Lipschitz prefix."""
+    return lambda run, x, y, eps: cut_loss(run.logits, run.cut, x, y, run.bound.features, eps, run.temperature, loss)
+
+
 def _local(run: Any, images: Tensor, labels: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     asked = run.asked
     weights = {"sparsity": asked.sparsity, "upper_weight": asked.upper_weight}
@@ -254,8 +302,10 @@ def _cross_entropy(run: Any, images: Tensor, labels: Tensor, eps: float) -> tupl
 Loss = Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 BY_NAME: dict[str, Loss] = {
     "adversarial": lambda run, x, y, eps: adversarial_loss(run.logits, x, y, eps, run.temperature),
-    "cut": lambda run, x, y, eps: cut_loss(run.logits, run.cut, x, y, run.bound.features, eps, run.temperature),
+    "cut": _cut(emma_loss),
+    "cut-annealed": _cut(annealed_loss),
     "emma": _by_bound(emma_loss),
+    "annealed": _by_bound(annealed_loss),
     "gloro": _by_bound(gloro_loss, of_predicted=True),
     "trades": _by_bound(trades_loss, of_predicted=True),
     "fixed": _by_bound(fixed_loss),
