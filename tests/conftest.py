@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lipcert.attacks import ATTACKS, PGD
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.certifier import _triage
-from lipcert.certifier.anchored import jacobians, plan
 from lipcert.cli import _print
 from lipcert.graph._graph import run
 
@@ -231,10 +230,3 @@ def short_attack(monkeypatch: pytest.MonkeyPatch) -> PGD:
 def no_triage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged certification gives every image to every method, as if nothing ruled a certificate out."""
     monkeypatch.setattr(_triage.Hopes, "ruled_out", property(lambda hopes: torch.zeros_like(hopes.broken)))
-
-
-@pytest.fixture
-def without_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jacobians are not written out as matrices, as for networks that are larger than those of the tests."""
-    for module in (jacobians, plan):
-        monkeypatch.setattr(module, "worth_writing", lambda *_: False)

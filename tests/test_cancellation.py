@@ -16,9 +16,9 @@ import lipcert
 from lipcert.bounds import Jacobian, Schur, margins, schur_bounds
 from lipcert.bounds._registry import RULES, Rule
 from lipcert.certifier import Anchored, Certifier
-from lipcert.certifier.anchored.rounding import PathBounds
 from lipcert.graph import Node
 from lipcert.graph._graph import run
+from lipcert.roundoff import PathBounds
 from lipcert.surgery import SmoothProject
 
 A, B, C = 1 / 3, 0.7, 1 / 3 * 0.7  # C is not A·B: float64 rounds the product

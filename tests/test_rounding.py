@@ -24,6 +24,8 @@ from lipcert.bounds import MarginBounds, Operand, analyze, key_of, local_error, 
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.bounds.rules.normalization import normalised_rounding
 from lipcert.certifier import Anchored, DeployedAnchored
+from lipcert.certifier.anchored.gradients import margin_gradients
+from lipcert.certifier.anchored.margin import first_order_loss
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, capture
 from lipcert.inputs.data import open_images
@@ -776,9 +778,10 @@ def test_what_rounding_takes_from_a_margin_to_first_order() -> None:
     anchor.measure(torch.full((3,), 1e-9).double())
     for j in range(4):
         rivals = torch.where(predicted == j, (predicted + 1) % 4, j)
-        first = anchor.linearization.rounding.lost(rivals, predicted, {})
-        assert first is not None
-        lost = first * (1 + 1e-3)  # the rest is of second order in the unit roundoff
+        at = anchor.linearization
+        _, gradients = margin_gradients(at.network, at.values, list(at.deployed.local), rivals, predicted)
+        lost = first_order_loss(at.deployed.local, gradients)
+        lost = lost * (1 + 1e-3)  # the rest is of second order in the unit roundoff
         gap = exact.gather(1, predicted[:, None]) - exact.gather(1, rivals[:, None])
         worst = torch.zeros(3).double()
         for logits in deployed(model, "float32", images):

@@ -166,10 +166,6 @@ class Form:
     def __call__(self, deviation: Tensor) -> Tensor:
         return self.function(deviation, *self.tensors)
 
-    def is_diagonal(self, shape: tuple[int, ...]) -> bool:
-        """Whether M multiplies each entry of a deviation of this shape, per image, with a number of its own."""
-        return self.function is torch.mul and self.tensors[0].shape[1:] == shape
-
     def only(self, index: Tensor | slice) -> Form:
         """The form at the images with the given indices."""
         tensors = tuple(tensor[index] for tensor in self.tensors)

@@ -38,10 +38,6 @@ class LinearisedMethod(Method):
         self.work = max(self.engine.work, _RIVALS * of_a_rival) + _OF_A_CLASS * subject.analysis.output.shape[-1]
         self.proves = subject.roundoff is None and subject.bounded()
 
-    @property
-    def memory(self) -> float:
-        return super().memory + self.engine.plan.memory
-
     @abstractmethod
     def linearise(self) -> Any:
         """The certificate of the network."""

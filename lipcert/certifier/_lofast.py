@@ -21,21 +21,26 @@ anchored certificate avoids this.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lipcert.bounds import per_image
 from lipcert.certifier._linearised import LinearisedMethod
 from lipcert.certifier._search import search
-from lipcert.certifier.anchored.margin import change, spreads
+from lipcert.certifier.anchored.gradients import disturbed
+from lipcert.certifier.anchored.jacobians import FEW, explicit_error
+from lipcert.certifier.anchored.margin import change, head_distances
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, layerwise_pairs
 from lipcert.certifier.anchored.walk import Deviations, Linearization
+from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Ledger
-from lipcert.numerics import SAFETY
+from lipcert.numerics import SAFETY, at_most, l2_norm
 
 
 class LoFAST:
@@ -85,14 +90,51 @@ class Layers:
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better."""
         at = self.linearization
-        spread = spreads(at, predicted)
+        distances, rows = head_distances(at, predicted), logit_differences(at, predicted)
         slope = math.sqrt(2) * torch.as_tensor(at.gain(at.network.source, at.network.stages[0].start))
         for stage in at.network.stages:
             slope = slope * at.gain(stage.start, stage.end)
         guess = torch.nan_to_num(margins, posinf=math.inf).amin(1).clamp_min(0) / slope
 
         def remaining(eps: Tensor) -> Tensor:
-            bounds = margins - change(at, self.deviations(eps), spread)
+            deviations = self.deviations(eps)
+            bounds = margins - change(at, deviations, distances)
+            if rows:
+                bounds = torch.maximum(bounds, margins - change_by_rows(at, deviations, rows))
             return bounds.nan_to_num(nan=-math.inf, posinf=math.inf).amin(1)
 
         return search(remaining, guess) * (1 - SAFETY)
+
+
+def logit_differences(at: Linearization, predicted: Tensor) -> dict[Node, Tensor]:
+    """Upper bounds on ‖(e_y − e_j)ᵀ G(a → logits)‖, shape (N, classes), for the start and operations of the last stage.
+
+    Empty for networks with many classes.
+    """
+    network, last = at.network, at.network.stages[-1]
+    starts, output = [last.start, *last.nonlinear], network.graph.output
+    if output.entries > FEW or output in starts:
+        return {}
+    reached, added = disturbed(at.values, starts, network.replay.between(last.start, [output]), [output])
+    bounds: dict[Node, list[Tensor]] = {a: [] for a in starts}
+    with torch.enable_grad():
+        logits = reached[output].flatten(1)
+        differences = (logits.gather(1, predicted[:, None]) - logits).unbind(1)
+    for difference in differences:
+        slopes = torch.autograd.grad(difference.sum(), list(added.values()), retain_graph=True, allow_unused=True)
+        for a, slope in zip(starts, slopes, strict=True):
+            largest = torch.as_tensor(math.sqrt(2) * at.gain(a, output)).expand(len(predicted))
+            if slope is not None:  # else autograd finds no path
+                lost = explicit_error(a.entries, output.entries) * at.norms.slack.get((a, output), torch.zeros(()))
+                largest = l2_norm(per_image(slope), 1) * (1 + SAFETY) + math.sqrt(2) * lost
+            bounds[a].append(at_most(largest))
+    return {a: torch.stack(some, 1) for a, some in bounds.items()}
+
+
+def change_by_rows(at: Linearization, deviations: Deviations, rows: Mapping[Node, Tensor]) -> Tensor:
+    """Upper bounds on the change of f_y − f_j, shape (N, classes): each error of the last stage with its own norm."""
+    last, noise = deviations.stages[-1], at.norms.rounded.noise[at.network.graph.output]
+    moved = at_most(rows[last.stage.start] * last.start[:, None]) + math.sqrt(2) * noise[:, None]
+    for v in last.stage.nonlinear:
+        moved = moved + at_most(rows[v] * deviations.remainders[v][:, None])
+    return at_most(moved) * (1 + SAFETY)

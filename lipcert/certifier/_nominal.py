@@ -9,7 +9,7 @@ negligible beside a margin, at the image. This bound is subtracted from the marg
 constants, the only ones that ``global`` and ``gloro`` certify at a visible ε; for others the product of norms along the
 depth is useless. Constants that the network computes from its weights count as float64 has them;
 :func:`lipcert.graph.examine` refuses those in which large numbers cancel. The anchored and the layer-by-layer
-certificate have a proof of their own (:mod:`lipcert.certifier.anchored.rounding`).
+certificate have a proof of their own (:mod:`lipcert.roundoff`).
 
 **Check.** Without a proof the network runs again with noise in every operation, and the change of the margins is
 subtracted from them. The noise is Gaussian. Its norm is ``_TIMES`` times the largest norm of the operation's rounding

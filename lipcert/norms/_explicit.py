@@ -22,7 +22,7 @@ def explicit_norm(product: Product, images: int, size: int, *, device: torch.dev
     The maps are applied to the unit vectors, and the norms of the resulting matrices are bounded by
     :mod:`lipcert.norms._dense`. The cost is ``size`` products and memory for all matrices.
 
-    Rounding: products count as exact; the caller accounts for their error (lipcert.certifier.anchored.rounding). The
+    Rounding: products count as exact; the caller accounts for their error (lipcert.roundoff). The
     result is raised by 1e-9. A map whose square underflows float64 counts as 1e-140, and a map that is not finite as ∞.
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)

@@ -46,14 +46,12 @@ import torch
 from torch import Tensor
 
 from lipcert import numerics
-from lipcert.norms._estimate import estimate_largest, estimates
+from lipcert.norms._estimate import estimate_largest
 from lipcert.numerics import INFLATE, UNIT, Upper
 
 CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**26}
 _SLACK = 1e-5
 _ATTEMPTS = 8
-# For larger matrices the largest eigenvalue is estimated by Lanczos, if that suffices.
-_DENSE = 48
 
 
 def largest_norm(grams: Iterable[Tensor], error: float, threshold: float = 0.0, limit: float = math.inf) -> Upper:
@@ -137,7 +135,7 @@ def _verify(gram: Tensor, threshold: float) -> Tensor:
     return torch.where(bound.isfinite(), bound, torch.inf)
 
 
-def verified_norms(matrices: Tensor, *, loose: float = 0.0) -> Tensor:
+def verified_norms(matrices: Tensor) -> Tensor:
     """Upper bounds on the spectral norm of each matrix, rounding included.
 
     Let G be the computed Gram matrix and t just above an estimate of its largest eigenvalue. Then
@@ -150,28 +148,18 @@ def verified_norms(matrices: Tensor, *, loose: float = 0.0) -> Tensor:
     if not matrices.numel():
         return matrices.new_zeros(len(matrices))
     together = chunk_length(32 * matrices.shape[-1] * matrices.shape[-2], matrices.device)
-    return torch.cat([_verified(part, loose) for part in matrices.split(together)])
+    return torch.cat([_verified(part) for part in matrices.split(together)])
 
 
-def _verified(matrices: Tensor, loose: float) -> Tensor:
+def _verified(matrices: Tensor) -> Tensor:
     largest = matrices.abs().amax((1, 2))
     finite = largest.isfinite()
     scale = torch.exp2(torch.frexp(torch.where(finite, largest, 1.0)).exponent.double())
     matrices = torch.where(finite[:, None, None], matrices, 0.0) / scale[:, None, None]
     squares = sum_squares(matrices) * INFLATE
     gram = matrices @ matrices.mT
-    exact = not loose or gram.shape[-1] <= _DENSE
-    if exact:
-        threshold = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0) * (1 + 1e-10)
-    else:
-        threshold = estimates(gram) * (1 + loose)
-    threshold = threshold.clamp_min(2.0**-100)
+    threshold = (torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0) * (1 + 1e-10)).clamp_min(2.0**-100)
     bound = _above(gram, threshold)
-    if not exact:
-        failed = (bound > threshold * (1 + loose)).nonzero()[:, 0]
-        if len(failed):
-            again = torch.linalg.eigvalsh(gram[failed])[:, -1].clamp_min(2.0**-100) * (1 + 1e-10)
-            bound = bound.index_copy(0, failed, torch.minimum(bound[failed], _above(gram[failed], again)))
     rounding = 1.001 * dot_error(matrices.shape[-1]) * squares
     bounds = torch.minimum(bound + rounding, squares).sqrt() * scale * (1 + 2.0**-48)
     return torch.where(finite, bounds, torch.inf)
@@ -181,37 +169,6 @@ def _above(gram: Tensor, threshold: Tensor) -> Tensor:
     """Upper bounds on the largest eigenvalues, close to the thresholds if these are larger; shape (B,)."""
     relative = gram / threshold[:, None, None]
     return threshold * (_verify(relative, 1.0) + UNIT * sum_squares(relative).sqrt() * INFLATE)
-
-
-def factor(matrices: Tensor) -> Tensor:
-    """Square matrices L with M·Mᵀ ⪯ L·Lᵀ, and ‖L‖² within 1e-9 or so of ‖M‖², shape (B, n, n).
-
-    Let G be the computed Gram matrix, L its Cholesky factor after adding s·I, and R = G + s·I − L·Lᵀ. Then
-    L·Lᵀ − M·Mᵀ = s·I − R − (M·Mᵀ − G), which is positive semidefinite if s ≥ ‖R‖_F + ‖M·Mᵀ − G‖_F. The sum on the
-    right is bounded, with rounding as in the module docstring, for an s of a few times the second term, which is
-    enlarged until it suffices. Where it never does, L is ‖M‖_F·I.
-    """
-    size, wide = matrices.shape[-2:]
-    largest = matrices.abs().amax((1, 2))
-    scale = torch.exp2(torch.frexp(largest.clamp_min(2.0**-900)).exponent.double())[:, None, None]
-    matrices = matrices / scale
-    whole = sum_squares(matrices) * INFLATE
-    gram = matrices @ matrices.mT
-    lost = 1.001 * dot_error(wide) * whole
-    unit = torch.eye(size, dtype=torch.float64, device=gram.device)
-    result = whole.sqrt()[:, None, None] * (1 + 2.0**-48) * unit
-    pending, shift = torch.arange(len(gram), device=gram.device), (4 * lost).clamp_min(2.0**-100)
-    for _ in range(_ATTEMPTS):
-        shifted = gram[pending] + shift[pending, None, None] * unit
-        some = torch.linalg.cholesky_ex(shifted)[0].tril()
-        off = sum_squares(shifted - some @ some.mT).sqrt() * INFLATE
-        off = off + 1.001 * dot_error(size) * (sum_squares(some) + sum_squares(shifted).sqrt())
-        good = off + lost[pending] <= shift[pending]  # False for NaN
-        result[pending[good]] = some[good]
-        pending, shift = pending[~good], 8 * shift
-        if not len(pending):
-            break
-    return result * scale
 
 
 def _select(matrices: Tensor, indices: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ from lipcert.bounds import Operand, local_error
 from lipcert.numerics import DTYPES, REAL, Format
 from lipcert.roundoff._chains import Chains, Link, Pair
 from lipcert.roundoff._constants import deployed_graph
-from lipcert.roundoff._operations import UNDERFLOW, Errors, OperationRounding
+from lipcert.roundoff._operations import Errors, OperationRounding
+from lipcert.roundoff._paths import PathBounds, RoundingBounds, bound_rounding
 from lipcert.roundoff._roundoff import (
     ENTRIES_AT_ONCE,
     NEGLIGIBLE,

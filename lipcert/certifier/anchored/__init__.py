@@ -14,9 +14,8 @@ Read the modules in this order:
 - :mod:`.layer`: how far the last layer before the cut lets the first-order part of a margin fall;
 - :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
 
-They use :mod:`.gradients` (autograd through a part of the network), :mod:`.costs` (what norms take),
-:mod:`.matrices`, :mod:`.sparse` and :mod:`.written` (Jacobians as matrices), and :mod:`.rounding` (rounding errors of
-the certifier's own numbers in float64). :mod:`lipcert.certifier._search` searches for radii.
+They use :mod:`.gradients`, autograd through a part of the network. :mod:`lipcert.roundoff` bounds the rounding errors of
+the certifier's own numbers in float64, and :mod:`lipcert.certifier._search` searches for radii.
 """
 
 from lipcert.certifier.anchored.behind import Behind, anchored, cut_of

@@ -17,7 +17,7 @@ smooth layers count with their slopes at the image. A certificate behind a Lipsc
 K and e belong to the very operations that compute c in the linearised network: both are read from its own graph. K is
 also read from one in which modules are whole, if c is certainly the output of a module there. The margins are those of
 the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller counts. The rounding of
-the operations behind c is part of r (:mod:`.rounding`).
+the operations behind c is part of r (:mod:`lipcert.roundoff`).
 
 The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin from
 what that layer does to the value before it. Then r is not a radius for all values around ĉ(x), but for those c(x′) with

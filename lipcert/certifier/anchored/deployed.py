@@ -14,39 +14,47 @@ Norms of G are known only for nonlinear v and at cuts. The errors of linear oper
 norms of single operations, λ_w = Σ L λ_operand + ‖e_w‖, up to the next nonlinear v or cut. At v they count as an error
 ‖J_v‖ λ_operand at its output; at a cut they are added to the earlier remainders.
 
-Rounding errors are bounded once, for the largest ε. The bounds hold for all smaller ε, because all of them increase
-with ρ.
+The bounds on e_w depend on how far the operands of w move within ε, and so on the rounding errors before w. These are
+therefore assumed, and compared with what follows from the assumption. If it holds for every operation, it is proved by
+induction over the operations in order: if all errors before w are as assumed, the bounds on the deviations of its
+operands hold, and so does that on e_w. Rounding errors are bounded once, for the largest ε. The bounds hold for all
+smaller ε, because all of them increase with the deviations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipcert.bounds import normalising_norm, per_image
-from lipcert.certifier.anchored.gradients import margin_gradients
 from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
-from lipcert.certifier.anchored.network import Network, Stage, an_image, prepared, whole_modules
+from lipcert.certifier.anchored.network import Network, an_image, prepared, whole_modules
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
-from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, Linearization, Rounding
-from lipcert.graph import Node
+from lipcert.certifier.anchored.walk import EXACT, NO_CURVATURE, Curvature, DeployedErrors, Deviations, Linearization
+from lipcert.errors import UnsupportedOperation
 from lipcert.model import Model
-from lipcert.norms import Ledger, verified_norms
-from lipcert.numerics import SAFETY, at_most
-from lipcert.roundoff import Format, Gains, Operand, deployed_graph, error_norm, passes
+from lipcert.norms import Ledger
+from lipcert.numerics import SAFETY, at_most, times
+from lipcert.roundoff import Format, Gains, Link, Operand, deployed_graph, error_norm, passes
 
 # The radii at which rounding errors are bounded, relative to the radius in real arithmetic.
 _SHARES = (1.0, 0.7, 0.4, 0.2)
 _WEIGHINGS = 1 + len(_SHARES)
+# The largest number of assumptions on rounding errors.
+_ATTEMPTS = 12
 
 
 class DeployedAnchored:
     """The anchored certificate of ``model.to(dtype)(images.to(dtype))``, for the model in float64 with these weights.
+
+    Attributes:
+        ranges: rounding errors of the operations.
+        rounding: the operations that round.
 
     Raises:
         InputError: no such format.
@@ -63,6 +71,10 @@ class DeployedAnchored:
         spare = _WEIGHINGS * ROUNDS * weighable(self.network)
         self.finder = NormFinder(self.network, self.plan, settings, spare=spare)
         self.ranges = Gains(self.network.graph, model, self.format, refused)
+        self.rounding = [node for node in self.network.graph.nodes[1:] if not passes(node)]
+        several = [node for node in self.rounding if not all(value.single for value in (node, *node.operands))]
+        if several:
+            raise UnsupportedOperation([(node.name, node.path) for node in several], "rounding")
 
     @property
     def work(self) -> float:
@@ -93,7 +105,7 @@ class DeployedAnchor:
         that radius. If it is much smaller, smaller balls are tried, in which rounding errors are smaller too.
         """
         at = self.linearization
-        at.rounding, at.weighing = Rounding(), 0
+        at.deployed, at.weighing = EXACT, 0
         real = linearized_radius(at, predicted, margins, limit)
         best = torch.zeros_like(real)
         for share in _SHARES:
@@ -108,152 +120,58 @@ class DeployedAnchor:
         return torch.where(best > entry, (best - entry) * (1 - SAFETY), 0.0)
 
     def measure(self, eps: Tensor) -> None:
-        """Sets the rounding errors to bounds for perturbations of norm at most eps, shape (N,)."""
+        """Sets the rounding errors to bounds for perturbations of norm at most eps, shape (N,).
+
+        None are assumed at first, and then twice those that were found; where no assumption holds, they are ∞.
+        """
         at = self.linearization
-        measured = MeasuredRounding(at)
-        at.rounding = _Measuring(at, eps, self.method.ranges, measured)
-        try:
-            at.walk(eps)
-        finally:
-            at.rounding = measured
+        at.deployed = EXACT
+        found = self._found(eps)
+        at.deployed = replace(found, collected=2 * found.collected)
+        for attempt in range(_ATTEMPTS):
+            found, assumed = self._found(eps), at.deployed.collected
+            holds = (found.collected <= assumed).all(1, keepdim=True)
+            if bool(holds.all()):
+                break
+            larger = 2 * found.collected if attempt < _ATTEMPTS - 2 else torch.full_like(assumed, math.inf)
+            at.deployed = replace(found, collected=torch.where(holds, assumed, larger))
+        at.deployed = found
+
+    def _found(self, eps: Tensor) -> DeployedErrors:
+        """The rounding errors within eps, if those before each operation are no larger than the assumed ones."""
+        at = self.linearization
+        network, rounded, walked = at.network, at.norms.rounded, at.walk(eps)
+        starts = {deviation.stage.start: deviation.start for deviation in walked.stages}
+        unlimited, zero = torch.full_like(eps, math.inf), torch.zeros_like(eps)
+        moved, collected, local = {network.source: eps}, {network.source: zero}, {}
+        for node, links in network.chains.links.items():
+            for u, bound in zip(node.operands, walked.operands.get(node, ()), strict=False):
+                moved[u] = torch.minimum(moved[u], bound)
+            error = zero
+            if not passes(node):
+                operands = [Operand(at.values[u], moved[u], unlimited) for u in node.operands]
+                local[node] = self.method.ranges.error(node, operands)
+                error = error_norm(local[node])
+            before = [zero if u in starts or u in network.rules else collected[u] for u in (x.operand for x in links)]
+            gains = [self.gains[link] for link in links]
+            collected[node] = at_most(sum(map(times, gains, before), error))
+            reach = sum(map(times, gains, (moved[link.operand] for link in links)), error + rounded.errors[node])
+            reach = reach + walked.remainders.get(node, zero)
+            most = starts[node] + rounded.noise[node] if node in starts else unlimited
+            moved[node] = torch.minimum(at_most(reach * (1 + SAFETY)), most)
+        place = {node: number for number, node in enumerate(collected)}
+        return DeployedErrors(local, torch.stack(list(collected.values()), 1) * (1 + SAFETY), place)
+
+    @cached_property
+    def gains(self) -> dict[Link, Tensor]:
+        """Norms of the Jacobians of single operations: at the images, or over the image box where they are smaller."""
+        at = self.linearization
+        found = at.network.local(at.values).gains
+        return {
+            link: gain.clamp_max(self.method.ranges.of(link.node).get(link.operand, math.inf))
+            for link, gain in found.items()
+        }
 
     def deviations(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Deviations:
         """Bounds on the deviations of deployed values for perturbations of norm at most eps, after :meth:`measure`."""
         return self.linearization.walk(eps, curvature)
-
-
-class MeasuredRounding(Rounding):
-    """Bounds on the rounding errors of the deployed network in balls around N images.
-
-    Attributes:
-        local: bounds on the entries of |e| of every operation.
-        collected: λ of every value, shape (N,): the errors of the linear operations since the last nonlinear operation
-            or cut.
-        arising: the error at the output of every nonlinear operation, shape (N,): its own ‖e‖ and its operands' λ.
-    """
-
-    def __init__(self, at: Linearization):
-        self.at = at
-        self.local: dict[Node, Tensor] = {}
-        self.collected: dict[Node, Tensor] = {}
-        self.arising: dict[Node, Tensor] = {}
-
-    def before(self, stage: Stage) -> Tensor | None:
-        return self.collected[stage.start]
-
-    def carried(self, u: Node) -> Tensor | None:
-        return self.collected[u]
-
-    def put(self, v: Node) -> Tensor | None:
-        return self.arising[v]
-
-    def of_head(self) -> Tensor | None:
-        if self.at.network.head is None:
-            return None
-        node = self.at.network.graph.output
-        head = per_image(self.local[node]).amax(1, keepdim=True)
-        while node.op != "linear":  # operations that copy the result of the head round too
-            node = node.operands[0]
-            head = head + per_image(self.local[node]).amax(1, keepdim=True)
-        return head
-
-    def lost(self, rivals: Tensor, predicted: Tensor, linear: Mapping[Node, Tensor]) -> Tensor | None:
-        """Σ_w Σ_i |∇_w m|_i |e_w|_i for the margins m = f_y − f_j − Σ_u ⟨b_u, u⟩, shape (N,)."""
-        _, slopes = margin_gradients(self.at.network, self.at.values, list(self.local), rivals, predicted, linear)
-        weighed = [
-            per_image(torch.where(slopes[node] == 0, 0.0, slopes[node].abs() * error)).sum(1)
-            for node, error in self.local.items()
-        ]
-        return at_most(torch.stack(weighed).sum(0) * (1 + SAFETY))
-
-    def only(self, index: Tensor, at: Linearization) -> MeasuredRounding:
-        part = MeasuredRounding(at)
-        part.local, part.collected, part.arising = (
-            {node: value[index] for node, value in table.items()}
-            for table in (self.local, self.collected, self.arising)
-        )
-        return part
-
-
-class _Measuring(Rounding):
-    """Bounds the rounding errors during a walk through the network.
-
-    Attributes:
-        moved: ρ of every value, shape (N,): the distance of the deployed value from the nominal one.
-    """
-
-    def __init__(self, at: Linearization, eps: Tensor, ranges: Gains, measured: MeasuredRounding):
-        self.at, self.ranges, self.measured = at, ranges, measured
-        self.zero = torch.zeros_like(eps)
-        self.stage_start: Node | None = None
-        self.moved: dict[Node, Tensor] = {at.network.source: eps}
-        self.measured.collected[at.network.source] = self.zero
-
-    def nodes(self, stage: Stage) -> Sequence[Node]:
-        return self.at.network.replay.between(stage.start, [stage.end])
-
-    def before(self, stage: Stage) -> Tensor | None:
-        for node in self.at.network.replay.between(self.at.network.source, [stage.start]):
-            self.linear(node)
-        return self.measured.before(stage)
-
-    def carried(self, u: Node) -> Tensor | None:
-        return self.measured.carried(u)
-
-    def put(self, v: Node) -> Tensor | None:
-        return self.measured.put(v)
-
-    def enter(self, stage: Stage, moved: Tensor) -> None:
-        """The errors so far are counted at the start of the stage."""
-        self.stage_start = stage.start
-        self.moved[stage.start] = torch.minimum(self.moved[stage.start], moved)
-
-    def linear(self, node: Node) -> None:
-        """A linear operation propagates the errors of its operands, and adds its own."""
-        gains, error = self._gains(node), self._error(node)
-        self.measured.collected[node] = self._sum(gains, self._collected) + error
-        self.moved[node] = self._sum(gains, self.moved.__getitem__) + error
-
-    def nonlinear(self, node: Node, rho: Sequence[Tensor]) -> None:
-        """A nonlinear operation adds up the errors of its operands and its own."""
-        for u, bound in zip(node.operands, rho, strict=False):
-            self.moved[u] = torch.minimum(self.moved[u], bound)
-        remainder = at_most(self.at.remainders[node].norm(rho))
-        gains, error = self._gains(node), self._error(node)
-        self.measured.arising[node] = error + self._sum(gains, self._collected)
-        self.measured.collected[node] = self.zero
-        self.moved[node] = at_most(self._sum(gains, self.moved.__getitem__) + remainder + error)
-
-    def _collected(self, node: Node) -> Tensor:
-        return self.zero if node is self.stage_start else self.measured.collected[node]
-
-    def _sum(self, gains: dict[Node, Any], bounds: Callable[[Node], Tensor]) -> Tensor:
-        return at_most(sum((gain * bounds(u) for u, gain in gains.items()), self.zero))
-
-    def _gains(self, node: Node) -> dict[Node, Any]:
-        """Norms of the Jacobian at the nominal point: ‖Y‖ and ‖X‖ for XY, max|γ|/s for LayerNorm; else over ranges."""
-        gains: dict[Node, Any] = dict(self.ranges.of(node))
-        if node.op == "layer_norm":
-            (x,) = gains
-            gains[x] = torch.minimum(normalising_norm(node, 0, self.at.values) + self.zero, self.zero + gains[x])
-        if node.op == "matmul" and len(gains) == 2:
-            batch = math.prod(node.shape[:-2])
-            x, y = gains
-            # An operand whose matrices are broadcast m times deviates by √m as much.
-            used = [math.sqrt(batch / math.prod(u.shape[:-2])) for u in (x, y)]
-            gains = {x: self._largest(y) * used[0], y: self._largest(x) * used[1]}
-        return gains
-
-    def _largest(self, node: Node) -> Tensor:
-        """The largest spectral norm among the matrices of an image, shape (N,)."""
-        matrices = self.at.values[node]
-        return verified_norms(matrices.reshape(-1, *matrices.shape[-2:])).reshape(len(matrices), -1).amax(1)
-
-    def _error(self, node: Node) -> Tensor:
-        """A bound on ‖e‖ of the operation, shape (N,)."""
-        if passes(node):
-            return self.zero
-        unlimited = torch.full_like(self.zero, math.inf)
-        operands = [Operand(self.at.values[u], self.moved[u], unlimited) for u in node.operands]
-        self.measured.local[node] = self.ranges.error(node, operands)
-        return error_norm(self.measured.local[node])

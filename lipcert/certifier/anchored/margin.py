@@ -14,7 +14,6 @@ from torch import Tensor
 from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search, search_least
 from lipcert.certifier.anchored.gradients import margin_gradients
-from lipcert.certifier.anchored.matrices import written_error
 from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, most_along, scouts, sector
 from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
@@ -55,75 +54,29 @@ _ADDED = 1e-13
 _ENTRIES = 2**25
 
 
-class Spreads(NamedTuple):
-    """How much errors change the margins f_y − f_j: upper bounds for all classes j, each of shape (N, classes)."""
-
-    head: Tensor | None  # ‖w_y − w_j‖ for a linear head with rows w
-    rows: Mapping[Node, Tensor]  # ‖(e_y − e_j)ᵀ G(a → logits)‖ for x and the a of the last stage; empty if not known
-
-
-def spreads(at: Linearization, predicted: Tensor) -> Spreads:
-    """The spreads for these classes y, shape (N,)."""
-    head = None
-    if at.network.head is not None:
-        weight = at.network.head[1]
-        head = torch.stack([row_distances(weight, y) for y in predicted.tolist()])
-    return Spreads(head, _rows(at, predicted))
+def head_distances(at: Linearization, predicted: Tensor) -> Tensor | None:
+    """‖w_y − w_j‖ for a linear head with rows w and these classes y, shape (N, classes); None without such a head."""
+    if at.network.head is None:
+        return None
+    return torch.stack([row_distances(at.network.head[1], y) for y in predicted.tolist()])
 
 
-def _rows(at: Linearization, predicted: Tensor) -> dict[Node, Tensor]:
-    last, output = at.network.stages[-1], at.network.graph.output
-    starts = dict.fromkeys((at.network.source, last.start, *last.nonlinear))
-    spread = {}
-    for a in starts:
-        if (a, output) in at.plan.unconnected:
-            spread[a] = torch.zeros_like(at.logits)
-        elif (a, output) in at.plan.pairs and at.finder.jacobians.writes(a, output):
-            matrix = at.norms.written.factor(a, output)
-            rows = matrix.dense().expand(len(predicted), -1, -1)
-            y = predicted[:, None, None].expand(-1, 1, rows.shape[2])
-            lost = matrix.error + written_error(a.entries, output.entries) * at.norms.slack[a, output]
-            spread[a] = at_most(l2_norm(rows.gather(1, y) - rows, 2) * (1 + SAFETY) + math.sqrt(2) * lost[:, None])
-        elif a is not at.network.source or a is last.start:
-            return {}
-    return spread
-
-
-def change(at: Linearization, deviations: Deviations, spread: Spreads) -> Tensor:
+def change(at: Linearization, deviations: Deviations, distances: Tensor | None) -> Tensor:
     """Upper bounds on the change of f_y − f_j, of shape (N, 1) or (N, classes).
 
     f_y − f_j = ⟨e_y − e_j, f⟩ changes by at most √2 ρ of the logits, and ⟨w_y − w_j, h⟩ + const by ‖w_y − w_j‖ ρ of the
-    features (Leino, Wang, Fredrikson, ICML 2021, section 3). With the rows of the Jacobians of the logits, each error
-    in the last stage counts with ‖(e_y − e_j)ᵀ G‖.
+    features (Leino, Wang, Fredrikson, ICML 2021, section 3).
     """
     rounding, output = at.norms.rounded, at.network.graph.output
     bound = math.sqrt(2) * (deviations.logits + rounding.noise[output])[:, None]
-    if deviations.features is not None and spread.head is not None and at.network.head is not None:
+    if deviations.features is not None and distances is not None and at.network.head is not None:
         features = deviations.features + rounding.noise[at.network.head[0]]
         head = math.sqrt(2) * rounding.errors[at.network.root(output)]
-        bound = torch.minimum(bound, spread.head * features[:, None] + head[:, None])
-    if spread.rows:
-        bound = torch.minimum(bound, _by_rows(at, deviations, spread.rows))
-    bound = at_most(bound) * (1 + SAFETY)
-    deployed = at.rounding.of_head()
-    return bound if deployed is None else bound + 2 * deployed * (1 + SAFETY)
-
-
-def _by_rows(at: Linearization, deviations: Deviations, rows: Mapping[Node, Tensor]) -> Tensor:
-    network, output = at.network, at.network.graph.output
-    last = deviations.stages[-1]
-    moved = at_most(rows[last.stage.start] * last.start[:, None])
-    if last.arrived is not None and network.source in rows:
-        first, arrived = last.arrived
-        direct = rows[network.source] * first[:, None] + rows[last.stage.start] * arrived[:, None]
-        moved = torch.minimum(moved, at_most(direct))
-    for v in last.stage.nonlinear:
-        put = at.rounding.put(v)
-        error = deviations.remainders[v] if put is None else deviations.remainders[v] + put
-        moved = moved + at_most(rows[v] * error[:, None])
-    carried = at.rounding.carried(network.root(output))
-    noise = at.norms.rounded.noise[output] if carried is None else at.norms.rounded.noise[output] + carried
-    return moved + math.sqrt(2) * noise[:, None]
+        for node in at.network.replay.between(at.network.head[0], [output]):
+            if node in at.deployed.local:  # operations that copy the logits round too
+                head = head + 2 * per_image(at.deployed.local[node]).amax(1)
+        bound = torch.minimum(bound, distances * features[:, None] + head[:, None])
+    return at_most(bound) * (1 + SAFETY)
 
 
 def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
@@ -164,6 +117,15 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
     return by_operation
 
 
+def first_order_loss(errors: Mapping[Node, Tensor], gradients: Mapping[Node, Tensor]) -> Tensor:
+    """Σ_w Σ_i |∇_w m|_i |e_w|_i for the gradients of a margin, shape (N,)."""
+    weighed = [
+        per_image(torch.where(gradients[node] == 0, 0.0, gradients[node].abs() * error)).sum(1)
+        for node, error in errors.items()
+    ]
+    return at_most(torch.stack(weighed).sum(0) * (1 + SAFETY))
+
+
 class RivalMargin:
     """The margins f_y − f_j toward one rival class j per image, bounded with their own gradients.
 
@@ -191,9 +153,8 @@ class RivalMargin:
         lost, self.rounding = at.norms.rounded.loss(at_nodes)
         margin = margins.gather(1, rivals[:, None])[:, 0]
         self.margin = (margin - lost * (1 + SAFETY)).clamp_min(0)
-        deployed = at.rounding.lost(rivals, predicted, linear)
-        if deployed is not None:
-            self.margin = (self.margin - deployed).clamp_min(0)
+        if at.deployed.local:
+            self.margin = (self.margin - first_order_loss(at.deployed.local, at_nodes)).clamp_min(0)
         self.margin = self.margin.masked_fill(at.uncertain, 0)
         self.slope = (l2_norm(at_source, 1) * (1 + SAFETY)).clamp_min(SMALLEST_NORMAL)
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}

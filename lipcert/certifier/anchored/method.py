@@ -2,7 +2,7 @@
 
 The proof is in docs/note.md: the identity, theorem 1, and the refinements by forms, columns, sectors and cuts. The
 idea, with a network of two layers by hand, is on docs/anchored.md. The certificate is reduced by a relative 1e-6 for
-the rounding of sums and products of bounds; :mod:`.rounding` has the proof for everything that enters them.
+the rounding of sums and products of bounds; :mod:`lipcert.roundoff` has the proof for everything that enters them.
 
 With ``eps``, contracted forms are left out where they cannot change the verdict: they hold up to a multiple of the
 radius without them, and certify no image whose margin toward some rival vanishes within ε to first order.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lipcert.certifier._search import search_each
-from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, spreads
+from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, head_distances
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
@@ -199,13 +199,13 @@ def _toward(
 
 def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
     """Radii from the deviations of the logits and the features, shape (N, classes)."""
-    spread = spreads(at, predicted)
+    distances = head_distances(at, predicted)
     slope = torch.as_tensor(at.gain(at.network.source, at.network.graph.output, NORM), dtype=torch.float64)
     rivals = torch.isfinite(margins)
     least = torch.where(rivals, margins, math.inf).amin(1, keepdim=True)
     finite = torch.where(rivals, margins, least).clamp_min(0)
 
     def remaining(eps: Tensor) -> Tensor:
-        return finite - change(at, at.walk(eps), spread)
+        return finite - change(at, at.walk(eps), distances)
 
     return torch.where(rivals, search_each(remaining, finite / slope.reshape(-1, 1)), math.inf)

@@ -279,15 +279,6 @@ class Network:
             node = node.operands[0]
         return node
 
-    def entrance(self, b: Node) -> Node | None:
-        """The start c of the first stage, where b depends on the perturbed value x through c, an affine map of x.
-
-        None unless c has fewer entries than x.
-        """
-        c = self.stages[0].start
-        smaller = c is not self.source and c.entries < self.source.entries and self.affine_path(self.source, c)
-        return c if smaller and self.chains.on_every_path(c, b) else None
-
     def order(self, operand: Node) -> Tensor:
         """The places of the entries of ``operand`` in its root."""
         u = self.root(operand)

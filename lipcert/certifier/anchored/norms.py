@@ -1,7 +1,7 @@
 """Computes the norms of a plan at images: upper bounds that hold simultaneously, and their failure probability.
 
 :meth:`NormFinder.__call__` takes three steps, each of which needs all of the one before: the norms as they are
-computed, what rounding can have hidden of them (:mod:`.rounding`), and the bounds that include it.
+computed, what rounding can have hidden of them (:mod:`lipcert.roundoff`), and the bounds that include it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form
-from lipcert.certifier.anchored.costs import FORM_ROWS, LONG
-from lipcert.certifier.anchored.jacobians import Jacobians, rows_of
-from lipcert.certifier.anchored.matrices import written_error
+from lipcert.certifier.anchored.jacobians import LONG, Jacobians, explicit_error, rows_of
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.rounding import Rounded, rounded
-from lipcert.certifier.anchored.written import Written
 from lipcert.errors import InputError
 from lipcert.graph import Node
 from lipcert.inputs.artifact import seed_of
 from lipcert.norms import Budget, Draw, Ledger
 from lipcert.numerics import UNIT
-from lipcert.roundoff import Link, Pair
+from lipcert.roundoff import Link, Pair, RoundingBounds, bound_rounding
 from lipcert.settings import RIGORS
 
+# The norms of the columns of M G, for one rival class at a time, are computed for at most this many rows.
+FORM_ROWS = 1024
 NormProgress = Callable[[int, int], None]
 # The tolerance of norms that are the same for all images and computed once, relative to the usual tolerance.
 _CONSTANT = 0.02
@@ -74,7 +72,6 @@ class Norms:
 
     Attributes:
         ledger: the ledger of the images, with the failure probability spent on the bounds.
-        written: the Jacobians that are computed as matrices.
         rounded: bounds on rounding errors.
         slack: a bound S on the rounding error of a product with G(a → b) and a unit vector, by (a, b), shape (N,).
         gains: ‖G(a → b)‖, by (a, b), shape (N,).
@@ -87,8 +84,7 @@ class Norms:
     """
 
     ledger: Ledger
-    written: Written
-    rounded: Rounded
+    rounded: RoundingBounds
     slack: Mapping[Pair, Tensor]
     gains: Mapping[Pair, Tensor]
     peaks: Mapping[Pair, Tensor]
@@ -100,8 +96,8 @@ class Norms:
         """The norms of some of the images, given by their numbers."""
         tables = (self.slack, self.gains, self.peaks, self.rows, self.weighted)
         slack, gains, peaks, rows, weighted = ({pair: bound[index] for pair, bound in t.items()} for t in tables)
-        ledger, written, rounding = self.ledger.only(index), self.written.only(index), self.rounded.only(index)
-        return Norms(ledger, written, rounding, slack, gains, peaks, rows, self.columns, weighted)
+        ledger, rounding = self.ledger.only(index), self.rounded.only(index)
+        return Norms(ledger, rounding, slack, gains, peaks, rows, self.columns, weighted)
 
     def error(self, a: Node, b: Node, form: Form) -> Tensor:
         """A bound on the rounding error of a product with M G(a → b) and a unit vector, shape (N,).
@@ -114,11 +110,10 @@ class Norms:
 
 
 class _AtImages(NamedTuple):
-    """Nominal values at N images, the ledger of these, and the Jacobians that are computed as matrices."""
+    """Nominal values at N images, and the ledger of these."""
 
     values: dict[Node, Tensor]
     ledger: Ledger
-    written: Written
 
 
 class NormFinder:
@@ -153,7 +148,7 @@ class NormFinder:
         ``progress`` is called with (norms computed, norms in total).
         """
         plan, report = self.plan, progress or (lambda *_: None)
-        at = _AtImages(values, ledger, Written(self.jacobians, values, [*plan.computed, *plan.computed_peaks]))
+        at = _AtImages(values, ledger)
         total = len(plan.computed) + len(plan.computed_peaks)
         gains: dict[Pair, Tensor] = {}
         for a, b in plan.computed:
@@ -168,7 +163,7 @@ class NormFinder:
 
         rounding, slack, raised = self._rounded(gains, links, at)
 
-        lost = {(a, b): written_error(a.entries, b.entries) * bound for (a, b), bound in slack.items()}
+        lost = {(a, b): explicit_error(a.entries, b.entries) * bound for (a, b), bound in slack.items()}
         rows = {pair: torch.minimum(rows[pair] + lost[pair][:, None], raised[pair][:, None]) for pair in rows}
         peaks = {pair: sizes.amax(1) for pair, sizes in rows.items()}
         operands = [(v.operands[0], self.network.operands(v)[0]) for v in plan.each]
@@ -177,28 +172,19 @@ class NormFinder:
         }
         # Neither these nor what rounding does to an affine path depends on the image.
         columns = {pair: sizes[:1] + lost[pair][:1, None] for pair, sizes in columns.items()}
-        norms = Norms(ledger, at.written, rounding, slack, raised, peaks, each, columns)
+        norms = Norms(ledger, rounding, slack, raised, peaks, each, columns)
         norms.weighted = {(a, v): self._weighted(a, v, at, norms) for a, v in plan.weighted}
         return norms
 
     def _rounded(
         self, gains: Mapping[Pair, Tensor], links: Mapping[Link, Tensor], at: _AtImages
-    ) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
+    ) -> tuple[RoundingBounds, dict[Pair, Tensor], dict[Pair, Tensor]]:
         """Rounding errors, S, and the norms with them; products bound those of the plan that are not computed."""
-        plan, by = self.plan, self.jacobians
-        return rounded(
-            self.network.local,
-            at.values,
-            gains,
-            links,
-            self.network.rules,
-            [pair for pair in plan.pairs if pair not in gains],
-            by.error_of,
-            by.error_factor,
-            through={pair: c for pair in plan.pairs if (c := by.through(*pair)) is not None},
-            bends=by.bends(plan.pairs),
-            cuts=[stage.start for stage in self.network.stages],
-        )
+        network = self.network
+        cuts = [stage.start for stage in network.stages]
+        requested = [pair for pair in self.plan.pairs if pair not in gains]
+        factor = self.jacobians.error_factor
+        return bound_rounding(network.local, at.values, gains, links, network.rules, cuts, requested, factor)
 
     def _once(
         self,
@@ -218,39 +204,31 @@ class NormFinder:
 
     def _norm(self, a: Node, b: Node, at: _AtImages) -> Tensor:
         """‖G(a → b)‖ as computed, shape (N,)."""
-        written = self.jacobians.writes(a, b)
-        draw = self._draw(at.ledger, "norm", a, b, from_entries=written or self.jacobians.writes_out(a, b.entries))
+        draw = self._draw(at.ledger, "norm", a, b, from_entries=self.jacobians.writes_out(a, b.entries))
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            if written:
-                return at.written.factor(a, b).spectral_norm()
             return by.norm(a, b, values, draw)
 
         return self._once(("norm", a, b), self.network.affine_path(a, b), at.values, compute)
 
     def _row_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
         """The norms of the rows of G(a → b), or of blocks of rows, as computed, shape (N, blocks)."""
-        written = self.jacobians.writes(a, b)
-        draw = self._draw(at.ledger, "peak", a, b, from_entries=written or self.jacobians.writes_out_rows(a, b))
+        draw = self._draw(at.ledger, "peak", a, b, from_entries=self.jacobians.writes_out_rows(a, b))
         block, arranged = self.plan.blocks[b]
         target = b if block == 1 else arranged
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            if not written:
-                return by.rows(a, target, values, draw, block)
-            matrix = at.written.factor(a, target)
-            return matrix.row_norms() if block == 1 else matrix.block_norms(block)
+            return by.rows(a, target, values, draw, block)
 
         return self._once(("peak", a, b), self.network.affine_path(a, b), at.values, compute)
 
     def _column_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
         """The norms of the columns of G(a → b) for an affine path, as computed, shape (N, entries of a)."""
-        written = self.jacobians.writes(a, b)
-        from_entries = written or self.jacobians.deterministic or b.entries <= LONG
+        from_entries = self.jacobians.deterministic or b.entries <= LONG
         draw = self._draw(at.ledger, "columns", a, b, from_entries=from_entries)
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            return at.written.matrix(a, b).column_norms() if written else by.columns(a, b, values, draw)
+            return by.columns(a, b, values, draw)
 
         return self._once(("columns", a, b), True, at.values, compute)
 
@@ -270,14 +248,13 @@ class NormFinder:
         scale = norms.columns[v, self.plan.ahead[v]].sqrt().reshape(1, *v.shape)
         if self.plan.covers(a, v):
             return scale.amax() * norms.gains[a, self.network.operands(v)[0]]
-        from_entries = by.writes(a, b) or by.writes_out(a, b.entries)
-        draw = self._draw(at.ledger, "weighted", a, b, v, from_entries=from_entries)
+        draw = self._draw(at.ledger, "weighted", a, b, v, from_entries=by.writes_out(a, b.entries))
 
         def form(values: dict[Node, Tensor]) -> Form:
             return Form.weights(scale.expand(len(values[a]), *v.shape))
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            return self._with_form(by, a, b, values, form(values), draw, at.written)
+            return by.norm(a, b, values, draw, form=form(values))
 
         norm = self._once(("weighted", a, v), self.network.affine_path(a, b), at.values, compute)
         return self._raised(norm, a, b, form(at.values), b.entries, norms)
@@ -288,30 +265,14 @@ class NormFinder:
         The form may depend on all norms computed so far, so none of them may have drawn from this part of the ledger.
         """
         by, rows = self.jacobians, rows_of(b, values, form)
-        draw = self._draw(ledger, "norm", a, b, from_entries=by.writes(a, b) or by.writes_out(a, rows))
-        norm = self._with_form(by, a, b, values, form, draw, norms.written)
+        draw = self._draw(ledger, "norm", a, b, from_entries=by.writes_out(a, rows))
+        norm = by.norm(a, b, values, draw, form=form)
         return self._raised(norm, a, b, form, rows, norms)
-
-    def _with_form(
-        self,
-        by: Jacobians,
-        a: Node,
-        b: Node,
-        values: dict[Node, Tensor],
-        form: Form,
-        draw: Draw | None,
-        written: Written,
-    ) -> Tensor:
-        """‖M G(a → b)‖ as computed, shape (N,)."""
-        if by.writes(a, b):
-            return written.factor(a, b).formed(form, b.shape).spectral_norm().expand(len(form.norm))
-        return by.norm(a, b, values, draw, form=form)
 
     def _raised(self, norm: Tensor, a: Node, b: Node, form: Form, rows: int, norms: Norms) -> Tensor:
         """‖M G(a → b)‖ as computed, with the ``rows`` of M G, plus a bound on its rounding error, shape (N,)."""
         by, u = self.jacobians, self.network.root(b)
-        factor = written_error(a.entries, max(rows, b.entries)) if by.writes(a, b) else by.error_factor(a, rows)
-        return torch.minimum(norm + factor * norms.error(a, u, form), form.norm * norms.gains[a, u])
+        return torch.minimum(norm + by.error_factor(a, rows) * norms.error(a, u, form), form.norm * norms.gains[a, u])
 
     def formed_columns(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms) -> Tensor | None:
         """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), for the M of a form.
@@ -321,12 +282,8 @@ class NormFinder:
         by, rows = self.jacobians, rows_of(b, values, form)
         if rows > FORM_ROWS or not self.network.affine_path(a, b):
             return None
-        if by.writes(a, b) and form.is_diagonal(b.shape):
-            matrix = norms.written.matrix(a, b)
-            sizes = matrix.moved(self.network.order(b)).column_norms(form.tensors[0].flatten(1))
-        else:
-            sizes = by.columns(a, b, values, None, form)
-        return sizes + (written_error(a.entries, rows) * norms.error(a, self.network.root(b), form))[:, None]
+        sizes = by.columns(a, b, values, None, form)
+        return sizes + (explicit_error(a.entries, rows) * norms.error(a, self.network.root(b), form))[:, None]
 
     def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, from_entries: bool) -> Draw | None:
         """Start vectors for a bound on G(a → b); None if it is computed ``from_entries``, or G is empty.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
-from lipcert.certifier.anchored.costs import GRAMS, SEARCH, passes_for, work, worth_writing, writes_few, writing
+from torch import Tensor
+
+from lipcert.certifier.anchored.jacobians import FEW, GRAMS, PROBES
 from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node
 from lipcert.roundoff import Pair
 
-# The usual number of passes for the norm of a single operation, and the cost of a norm without its passes, in
-# floating-point operations.
-_PASSES = 100
+# The usual number of products for Lanczos, and what it takes besides, in floating-point operations.
+_PASSES, _SEARCH = 100, 1e8
+# The overhead of calling an operation, in floating-point operations: about 30 microseconds on a core.
+_CALL = 3e5
 
 
 def layerwise_pairs(network: Network) -> Iterator[Pair]:
@@ -56,10 +60,9 @@ class NormPlan:
         pairs: the pairs (a, b) whose ‖G(a → b)‖ is bounded.
         peaks: the pairs (a, b) whose rule uses the largest norm of a row of G(a → b), or of a block of rows.
         unconnected: the requested pairs (a, b) for which b does not depend on a.
-        computed: the pairs whose ‖G(a → b)‖ is computed, neither loose nor covered.
+        computed: the pairs whose ‖G(a → b)‖ is computed, not covered.
         computed_peaks: the peaks that are computed, not covered.
         links: single operations whose norms are computed, because they have no bounds.
-        loose: the pairs that products of other norms bound well enough.
         covered: the pairs (c, b) that products bound, because the pairs (x, b) say more: c is the start of the first
             stage, so no remainder arrives there, and ‖G(x → b)‖ ≤ ‖G(c → b)‖ ‖G(x → c)‖.
         columns: the pairs (v, u) with an affine path from an operation v to u, for which the norms of the columns of
@@ -74,7 +77,7 @@ class NormPlan:
 
     def __init__(self, network: Network, requested: Iterable[Pair]):
         self.network = network
-        self._costs = {node: work([node]) for node in network.graph.nodes}
+        self._costs = {node: _work([node]) for node in network.graph.nodes}
         self.pairs: list[Pair] = []
         self.unconnected: set[Pair] = set()
         for a, b in dict.fromkeys(requested):
@@ -82,7 +85,6 @@ class NormPlan:
                 self.pairs.append((a, b))
             elif a is not b:
                 self.unconnected.add((a, b))
-        self.loose = self._features()
         self.covered = frozenset() if network.deployed else self._covered()
         self.blocks = self._blocks()
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
@@ -91,7 +93,7 @@ class NormPlan:
         smooth = [(v, u) for v, u in self.columns if not network.rules[v].has_kinks]
         self.ahead = {v: u for v, u in reversed(smooth) if u not in network.outputs}
         self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
-        self.computed = [pair for pair in self.pairs if pair not in self.loose | self.covered]
+        self.computed = [pair for pair in self.pairs if pair not in self.covered]
         self.computed_peaks = [pair for pair in self.peaks if pair not in self.covered]
         self.links = [link for link in network.chains.unknown if not network.local.bounded(link)]
 
@@ -107,23 +109,15 @@ class NormPlan:
         norms += sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
         return norms + sum(self.work_of(a, b, peak=True) for a, b in self.computed_peaks) + self.work_of_links
 
-    @property
-    def memory(self) -> float:
-        """An estimate of the bytes of the Jacobians of an image that are written out."""
-        written = ((a, b) for a, b in self.computed if not self.network.affine_path(a, b))
-        return sum(8.0 * a.entries * b.entries for a, b in written if worth_writing(self.network, a, b))
-
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
         """Work of one norm, or with ``peak`` for the largest norm of a row."""
-        if worth_writing(self.network, a, b):
-            return 0.0 if peak else writing(self.network, a, b)
-        return passes_for(a, b, peak) * self._pass_work(a, b) + SEARCH
+        return _passes(a, b, peak) * self._pass_work(a, b) + _SEARCH
 
     @property
     def work_of_links(self) -> float:
         """Work of the norms of single operations; those of affine ones hold for all images."""
         rules = self.network.rules.keys()
-        return sum(_PASSES * work(link.path) + SEARCH for link in self.links if rules & link.path)
+        return sum(_PASSES * _work(link.path) + _SEARCH for link in self.links if rules & link.path)
 
     def _pass_work(self, a: Node, b: Node) -> float:
         """Work of one pass through the operations between two values."""
@@ -137,19 +131,6 @@ class NormPlan:
     def covers(self, a: Node, v: Node) -> bool:
         """Whether the pair of a and the operand of v is covered."""
         return (a, self.network.operands(v)[0]) in self.covered
-
-    def _features(self) -> frozenset[Pair]:
-        """The pairs (a, features of a linear head) with matrices of many rows.
-
-        They tell rivals apart, and the rows of the Jacobians of a few logits do that better.
-        """
-        network, output = self.network, self.network.graph.output
-        if network.head is None or writes_few(network.head[0].entries, 1):
-            return frozenset()
-        longest = max((a.entries for a, b in self.pairs if b is output), default=0)
-        if not writes_few(output.entries, longest):
-            return frozenset()
-        return frozenset((a, b) for a, b in self.pairs if b is network.head[0] and not network.affine_path(a, b))
 
     def block(self, v: Node) -> int:
         """The number of entries in a block of the operand whose deviation is bounded separately; 0 for none."""
@@ -176,3 +157,23 @@ class NormPlan:
 
     def _summed(self, v: Node) -> bool:
         return v in self.network.rules and self.network.rules[v].sums
+
+
+def _work(path: Iterable[Node]) -> float:
+    """An estimate of the floating-point operations that these operations take for one image, calls included."""
+    return sum(_work_of(node) + _CALL for node in path)
+
+
+def _work_of(node: Node) -> float:
+    entries = math.prod(node.shape)
+    weights = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor) and arg.dim() > 1]
+    if node.op in ("linear", "matmul") or (isinstance(node.op, str) and node.op.startswith("conv")):
+        inner = math.prod(weights[0].shape[1:]) if weights else (node.operands[0].shape or (1,))[-1]
+        return 2.0 * entries * inner
+    return 10.0 * entries
+
+
+def _passes(a: Node, b: Node, peak: bool) -> int:
+    """The usual number of products for ‖G(a → b)‖, or with ``peak`` for the largest norm of a row."""
+    few = min(a.entries, b.entries, PROBES)
+    return few if peak or few <= FEW else _PASSES

@@ -11,7 +11,7 @@ All vectors G(x → u) p come from one product with Jacobians, without random ve
 angles 0 ≤ α ≤ β ≤ π/2 of a partition. A lower bound on the margin in every sector is one in the ball.
 
 Rounding: p is computed, and its norm is 1 to 1e-9; s and t are inflated by that. A computed product with G(x → u) has
-an error of at most S (:mod:`.rounding`), and 2 S is added for that of G(x → u) p and of what is computed from it.
+an error of at most S (:mod:`lipcert.roundoff`), and 2 S is added for that of G(x → u) p and of what is computed from it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The deviation of a value u of a stage has two parts: the first-order part, from the source or from the start of the
 stage, and the remainders of the earlier operations of the stage, each multiplied by the norm of the Jacobian from there
 to u. All remainder bounds increase with the deviations of their operands, so the walk visits the operations in order.
-The rounding errors of a deployed network enter through a hook of the same walk (:class:`Rounding`).
+The rounding errors of a deployed network are added to the remainders (:class:`DeployedErrors`).
 """
 
 from __future__ import annotations
@@ -83,45 +83,33 @@ Curvature = Mapping[Node, Sequence[FormNorms]]
 NO_CURVATURE: Curvature = MappingProxyType({})
 
 
-class Rounding:
-    """The rounding errors in a walk: none, in real arithmetic. :mod:`.deployed` adds those of a format."""
+@dataclass(frozen=True)
+class DeployedErrors:
+    """Bounds on the rounding errors of a deployed network at N images.
 
-    def nodes(self, stage: Stage) -> Sequence[Node]:
-        """The operations of a stage that the walk visits."""
-        return stage.nonlinear
+    Attributes:
+        local: bounds on the entries of |e| of every operation.
+        collected: shape (N, values). At a nonlinear operation, the error at its output: its own, and that of its
+            operands by linear operations. At any other value, the error by the linear operations since the last
+            nonlinear operation or cut.
+        place: the index of every value.
+    """
 
-    def before(self, stage: Stage) -> Tensor | None:
-        """The errors of the linear operations before the first stage, at its start, shape (N,)."""
-        return None
+    local: Mapping[Node, Tensor]
+    collected: Tensor
+    place: Mapping[Node, int]
 
-    def enter(self, stage: Stage, moved: Tensor) -> None:
-        """Receives the deviation of the start of a stage, before its operations are visited."""
+    def only(self, index: Tensor, *, walked: bool) -> DeployedErrors:
+        """The errors for the images with the given indices; with ``walked`` without ``local``."""
+        local = {} if walked else {node: error[index] for node, error in self.local.items()}
+        return DeployedErrors(local, self.collected[index], self.place) if self.place else self
 
-    def carried(self, u: Node) -> Tensor | None:
-        """The errors of the linear operations before a value, at that value, shape (N,)."""
-        return None
+    def of(self, u: Node) -> Tensor | None:
+        """What is collected at a value, shape (N,); None in real arithmetic."""
+        return self.collected[:, self.place[u]] if u in self.place else None
 
-    def put(self, v: Node) -> Tensor | None:
-        """The errors at the output of a nonlinear operation, shape (N,)."""
-        return None
 
-    def linear(self, node: Node) -> None:
-        """Is called for every linear operation among :meth:`nodes`."""
-
-    def nonlinear(self, node: Node, rho: Sequence[Tensor]) -> None:
-        """Is called for every nonlinear operation, with the ρ of its operands as in :class:`Deviations`."""
-
-    def of_head(self) -> Tensor | None:
-        """The rounding error of a linear head, per logit, shape (N, 1)."""
-        return None
-
-    def lost(self, rivals: Tensor, predicted: Tensor, linear: Mapping[Node, Tensor]) -> Tensor | None:
-        """The loss of the margins f_y − f_j − Σ_u ⟨b_u, u⟩ by rounding errors, to first order, shape (N,)."""
-        return None
-
-    def only(self, index: Tensor, at: Linearization) -> Rounding:
-        """The rounding errors of the images with the given indices, with the linearisation at these images."""
-        return self
+EXACT = DeployedErrors({}, torch.empty(0), {})
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,6 @@ class StageDeviation:
     start: Tensor  # the deviation of its start
     remainder: Tensor  # that of its end by its remainders
     end: Tensor  # that of its end
-    arrived: tuple[Tensor, Tensor] | None = None  # ε, and what of ``start`` is due to earlier remainders, if split
 
 
 @dataclass(frozen=True)
@@ -165,7 +152,7 @@ class Linearization:
         uncertain: the images at which rounding errors of the values may make a Jacobian jump, bool, shape (N,). Values
             are computed again for every product with Jacobians, and sums may be taken in another order then. So
             products near a kink may belong to different Jacobians, and nothing is certified there.
-        rounding: the contribution of rounding errors.
+        deployed: the rounding errors of a deployed network.
         weighing: the number of earlier radius searches with contracted forms; it identifies the start vectors.
         layer: the last layer before the perturbed value; None if nothing is known of it.
     """
@@ -193,7 +180,7 @@ class Linearization:
         for v, rule in self.remainders.items():
             noise = torch.stack([self.norms.rounded.noise[u] for u in self.network.operands(v)])
             self.uncertain |= rule.uncertain(l2_norm(noise, 0))
-        self.rounding = Rounding()
+        self.deployed = EXACT
         self.weighing = 0
         self.layer = layer
 
@@ -219,7 +206,7 @@ class Linearization:
         part.images = self.images[:0] if walked else self.images[index]
         part.values = {} if walked else {node: value[index] for node, value in self.values.items()}
         part.uncertain = self.uncertain[index]
-        part.rounding = self.rounding.only(index, part)
+        part.deployed = self.deployed.only(index, walked=walked)
         part.layer = None if self.layer is None or walked else self.layer.only(index)
         return part
 
@@ -253,7 +240,8 @@ class Linearization:
         bound of :mod:`lipcert.certifier._lofast`. All rules increase with ρ, so no ρ is larger than that of LoFAST.
         """
         network, zero = self.network, torch.zeros_like(eps)
-        before = self.rounding.before(network.stages[0])
+        carried = self.deployed.of(network.stages[0].start)  # by the linear operations before the first stage
+        before = zero if carried is None else carried
         at_cuts: dict[Node, Tensor] = {}  # the sum of the remainders before a cut, at the cut
         stages: list[StageDeviation] = []
         operands: dict[Node, list[Tensor]] = {}
@@ -261,29 +249,25 @@ class Linearization:
         weighed: dict[Node, list[Tensor]] = {}
         reach = _Reach(self, eps, sector)
         # The next start as the stage before bounds it. No remainder precedes the first start.
-        passed_on = reach(network.stages[0].start, NORM, self.gain(network.source, network.stages[0].start))
-        passed_on = passed_on if before is None else passed_on + before
+        passed_on = reach(network.stages[0].start, NORM, self.gain(network.source, network.stages[0].start)) + before
         for stage in network.stages:
-            split = None
             if layerwise:
                 walk = _StageWalk(self, stage, passed_on, None, curvature)
             else:
                 sums = (self.gain(cut, stage.start) * error for cut, error in at_cuts.items())
-                # In the first stage nothing but rounding arrives, and ``at_cuts`` is still empty.
-                arrived = at_most(sum(sums, zero)) if before is None or stages else before
+                arrived = at_most(sum(sums, zero)) if stages else before
                 direct = reach(stage.start, NORM, self.gain(network.source, stage.start))
-                at_start, split = torch.minimum(direct + arrived, passed_on), (eps, arrived)
+                at_start = torch.minimum(direct + arrived, passed_on)
                 walk = _StageWalk(self, stage, at_start, (reach, arrived), curvature)
-            self.rounding.enter(stage, walk.at_start)
             walk.visit(operands, weighed)
             remainders |= walk.remainders
             if stage is network.stages[-1] and not outputs:
                 return Deviations(operands, torch.full_like(eps, math.inf), None, remainders, weighed, stages)
             remainder = at_cuts[stage.end] = at_most(walk.errors(stage.end, NORM))
             passed_on = at_most(walk.linear(stage.end, NORM) + remainder)
-            if before is not None and not stages:  # later stages find the rounding before the first at its end
+            if not stages:  # later stages find the rounding before the first at its end
                 at_cuts[stage.end] = at_most(remainder + self.gain(stage.start, stage.end) * before)
-            stages.append(StageDeviation(stage, walk.at_start, remainder, passed_on, split))
+            stages.append(StageDeviation(stage, walk.at_start, remainder, passed_on))
         features = None
         if network.head is not None:
             features = at_most(walk.linear(network.head[0], NORM) + walk.errors(network.head[0], NORM))
@@ -353,13 +337,17 @@ class _StageWalk:
         """The deviation of a value by the remainders of the stage so far, and by rounding errors."""
         # Rounding errors before the start of the stage are part of its deviation. Others are known at u itself, so that
         # only the seminorm of the identity, gain(u, u), multiplies them.
-        carried = None if u is self.stage.start else self.at.rounding.carried(u)
+        carried = self.carried(u)
         total = self.zero if carried is None else carried * self.gain(u, u, seminorm)
         for v, norm in self.remainders.items():
-            put, by_norm = self.at.rounding.put(v), at_most(self.gain(v, u, seminorm) * norm)
-            error = torch.minimum(by_norm, self.by_columns(v, u, seminorm))
-            total = total + (error if put is None else error + self.gain(v, u, seminorm) * put)
+            gain, rounding = self.gain(v, u, seminorm), self.at.deployed.of(v)
+            total = total + torch.minimum(at_most(gain * norm), self.by_columns(v, u, seminorm))
+            total = total if rounding is None else total + gain * rounding
         return total
+
+    def carried(self, u: Node) -> Tensor | None:
+        """The rounding errors of the linear operations before u in this stage, at u, shape (N,); None for 0."""
+        return None if u is self.stage.start or u in self.at.remainders else self.at.deployed.of(u)
 
     def by_columns(self, v: Node, u: Node, seminorm: Seminorm) -> Tensor:
         """Σ w_i |R_i| with the norms w of the columns of M G(v → u), shape (N,); ∞ where these are not known.
@@ -384,16 +372,13 @@ class _StageWalk:
         return at_most(self.at.remainders[v].total(weights, self.rho[v], size))
 
     def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """The deviation of a value, including the error of the nominal value in float64; see :mod:`.rounding`."""
+        """The deviation of a value, rounding errors included."""
         noise = self.at.norms.rounded.noise[u] * self.gain(u, u, seminorm)
         return at_most(self.linear(u, seminorm) + self.errors(u, seminorm) + noise)
 
     def visit(self, operands: dict[Node, list[Tensor]], weighed: dict[Node, list[Tensor]]) -> None:
         """Visits the operations in order, and stores the ρ of their operands and the bounds on forms."""
-        for v in self.at.rounding.nodes(self.stage):
-            if v not in self.at.remainders:
-                self.at.rounding.linear(v)
-                continue
+        for v in self.stage.nonlinear:
             rho = operands[v] = self.rho[v] = self.reach(v)
             if v in self.curvature:  # before the remainder of v itself is among the errors
                 weighed[v] = [
@@ -402,7 +387,6 @@ class _StageWalk:
                 ]
             if v in self.at.plan.ahead:
                 self.sizes[v] = self.moved(self.at.network.operands(v)[0], Seminorm(SeminormKind.COLUMNS, v))
-            self.at.rounding.nonlinear(v, rho)
             self.remainders[v] = at_most(self.at.remainders[v].norm(rho))
 
     def reach(self, v: Node) -> list[Tensor]:
@@ -435,9 +419,9 @@ class _StageWalk:
             reach, arrived = self.source
             bounds = torch.minimum(bounds, at_most(reach.each(z, rows(source)) + rows(start) * arrived[:, None]))
         for w, norm in self.remainders.items():
-            put, by_norm = at.rounding.put(w), at_most(rows(w) * norm[:, None])
-            error = torch.minimum(by_norm, self.by_columns(w, u, LARGEST)[:, None])
-            bounds = bounds + (error if put is None else error + rows(w) * put[:, None])
-        carried = None if u is start else at.rounding.carried(u)
-        noise = at.norms.rounded.noise[u] if carried is None else at.norms.rounded.noise[u] + carried
+            by_norm, rounding = at_most(rows(w) * norm[:, None]), at.deployed.of(w)
+            bounds = bounds + torch.minimum(by_norm, self.by_columns(w, u, LARGEST)[:, None])
+            bounds = bounds if rounding is None else bounds + rows(w) * rounding[:, None]
+        noise, carried = at.norms.rounded.noise[u], self.carried(u)
+        noise = noise if carried is None else noise + carried
         return torch.minimum(at_most(bounds + noise[:, None]), most[:, None])

@@ -1,8 +1,8 @@
-"""Bounds on the rounding errors of the certifier's own numbers: nominal values, gradients, products with Jacobians.
+"""Bounds on rounding errors in a linearised network: of values, of gradients and of products with Jacobians.
 
 In float64 an operation w computes ĥ_w = f_w(ĥ) + e_w from the computed values ĥ of its operands o. A product of its
 Jacobian at ĥ, or of the transposed Jacobian, with a vector v has an error f with ‖f‖ ≤ κ_wo ‖v‖.
-:class:`lipcert.roundoff.OperationRounding` bounds κ_wo and ‖e_w‖ for each operation. Three statements follow. G always
+:class:`.OperationRounding` bounds κ_wo and ‖e_w‖ for each operation. Three statements follow. G always
 denotes a Jacobian at the *computed* values, so no second-order term is neglected.
 
 **Norms.** A computed product is Ĝ(a → b)v = G(a → b)v + Σ_w G(w → b) f_w, by induction over the operations between a
@@ -11,14 +11,9 @@ and b. Let g bound ‖G‖ and the norm of Ĝ applied to a unit vector, for all 
     ‖Ĝ(a → b)v − G(a → b)v‖ ≤ S(a, b)‖v‖,    S(a, b) = Σ_(o → w) g(a → o) κ_wo g(w → b),
 
 and likewise for the transposed product. A norm computed from such products is raised by c S, where c depends on the
-method (:meth:`.jacobians.Jacobians.error_factor`); if computed matrices of G(c → b) and G(a → c) are multiplied, g(a →
-c) S(c, b) + S(a, c) g(c → b) is added to S(a, b), because Ĝ(c → b) Ĝ(a → c) − G(a → b) is (Ĝ(c → b) − G(c → b)) Ĝ(a →
-c) + G(c → b) (Ĝ(a → c) − G(a → c)). If G(a → b) is computed as G(v → b) D G(a → z) + G₀ with the diagonal Jacobian D of
-v = φ(z), and G₀ the Jacobian for a constant v, then G₀ has an error of at most S(a, b) + g(a → z) g(D) S(v, b), because
-G₀ = G(a → o) − G(v → o) D G(a → z) for every o after v; and the product one of g(a → z) g(D) S(v, b) + g(a → z) κ_v g(v
-→ b) + S(a, z) g(D) g(v → b). All of this is added. S includes one more S than needed, so that a raised norm is a bound
+method. S includes one more S than needed, so that a raised norm is a bound
 g too. The other g are products of norms of single operations, A + κ each, and of known norms
-(:class:`lipcert.roundoff.Chains`). Each norm is first assumed to be slightly larger than computed. If the assumption
+(:class:`.Chains`). Each norm is first assumed to be slightly larger than computed. If the assumption
 does not cover the error, it is enlarged; after several failures the norm is dropped. Once all assumptions hold, all
 bounds are proved by induction over the length of the paths.
 
@@ -50,15 +45,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from lipcert.bounds import gamma, lengths
 from lipcert.graph import Node
-from lipcert.numerics import SAFETY, at_most, times
-from lipcert.roundoff import UNDERFLOW, Chains, Errors, Link, OperationRounding, Pair
+from lipcert.numerics import at_most, times
+from lipcert.roundoff._chains import Chains, Link, Pair
+from lipcert.roundoff._operations import UNDERFLOW, Errors, OperationRounding
 
 # The first assumption on the relative rounding error of a norm, and the largest number of assumptions.
 _SHARE = 1e-6
@@ -69,15 +64,15 @@ _ENTRIES = 2**26
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """Bounds on the rounding errors of a linearisation at N images.
+class RoundingBounds:
+    """Bounds on the rounding errors of a network linearised at N images.
 
     Attributes:
         noise: for each value the error ν plus the error of norms that a rule computes from it, each of shape (N,).
         errors: bounds on ‖e_w‖, each of shape (N,).
         off: bounds κ_wo, each of shape (N,).
         paths: upper bounds on ‖G(a → o)‖, shape (N, starts, values).
-        starts: the index of every a: the source, the nonlinear operations and the cuts.
+        starts: the index of every a.
         place: the index of every value o.
     """
 
@@ -88,11 +83,11 @@ class Rounded:
     starts: dict[Node, int]
     place: dict[Node, int]
 
-    def only(self, index: Tensor) -> Rounded:
+    def only(self, index: Tensor) -> RoundingBounds:
         """The errors of the images with the given indices."""
         noise, errors = ({node: value[index] for node, value in table.items()} for table in (self.noise, self.errors))
         off = {link: value[index] for link, value in self.off.items()}
-        return Rounded(noise, errors, off, self.paths[index], self.starts, self.place)
+        return RoundingBounds(noise, errors, off, self.paths[index], self.starts, self.place)
 
     def loss(self, gradients: Mapping[Node, Tensor]) -> tuple[Tensor, Tensor]:
         """A margin lost to rounding: Σ‖p_w‖‖e_w‖ + Σ_o φ_o ν_o with φ_o = Σ_w κ_wo‖p_w‖, and Σ_o φ_o ‖G(a → o)‖."""
@@ -126,11 +121,8 @@ class PathBounds:
         computed: Mapping[Pair, Tensor],
         factor: Mapping[Pair, float],
         also: Collection[Pair] = (),
-        through: Mapping[Pair, Node] = MappingProxyType({}),
-        bends: Mapping[Pair, Node] = MappingProxyType({}),
     ):
         self.chains, self.gains, self.off = chains, gains, off
-        self.through, self.bends = through, bends
         nodes = [chains.source, *chains.links]
         self.place = {node: number for number, node in enumerate(nodes)}
         assumed = {pair: norm * (1 + _SHARE) for pair, norm in computed.items()}
@@ -153,29 +145,8 @@ class PathBounds:
             self.slack[pair] = torch.where(assumed[pair] < math.inf, self.slack[pair], math.inf)
 
     def _slack(self, pairs: Iterable[Pair]) -> dict[Pair, Tensor]:
-        products, place = self.off_by(), self.place
-
-        def of(a: Node, b: Node, v: Node | None) -> Tensor:
-            """S of a computed G(a → b), as described at the head of this file."""
-            alone = products[:, place[a], place[b]]
-            if v is None:
-                return alone
-            (link,) = self.chains.links[v]
-            i, j, k, o = place[a], place[v], place[b], place[link.operand]
-            gain, before, after = self.gains[link], self.bounds[:, i, o], self.bounds[:, j, k]
-            twice = 2 * times(times(gain, before), products[:, j, k])
-            slopes = times(times(self.off[link], before), after) + times(times(gain, products[:, i, o]), after)
-            return at_most(alone + (twice + slopes) * (1 + SAFETY))
-
-        def of_product(a: Node, b: Node) -> Tensor:
-            c, alone = self.through.get((a, b)), of(a, b, self.bends.get((a, b)))
-            if c is None:
-                return alone
-            i, j, k = place[a], place[c], place[b]
-            more = times(self.bounds[:, i, j], of(c, b, self.bends.get((c, b))))
-            return at_most(alone + more + times(of_product(a, c), self.bounds[:, j, k]))
-
-        return {(a, b): of_product(a, b) for a, b in pairs}
+        products = self.off_by()
+        return {(a, b): products[:, self.place[a], self.place[b]] for a, b in pairs}
 
     def _table(self, nodes: list[Node], assumed: Mapping[Pair, Tensor]) -> Tensor:
         table = self.chains.table(nodes, assumed, self.gains)
@@ -201,28 +172,35 @@ class PathBounds:
         return products
 
 
-def rounded(
+def bound_rounding(
     local: OperationRounding,
     values: Mapping[Node, Tensor],
     gains: Mapping[Pair, Tensor],
     links: Mapping[Link, Tensor],
-    starts: Iterable[Node],
+    nonlinear: Collection[Node],
+    cuts: Iterable[Node],
     requested: Collection[Pair],
-    error_of: Callable[[Node, Node], float],
-    error_of_link: Callable[[Node, int], float],
-    *,
-    through: Mapping[Pair, Node] = MappingProxyType({}),
-    bends: Mapping[Pair, Node] = MappingProxyType({}),
-    cuts: Iterable[Node] = (),
-) -> tuple[Rounded, dict[Pair, Tensor], dict[Pair, Tensor]]:
-    """Adds bounds on the rounding errors to computed norms, as described at the head of this file."""
+    error_factor: Callable[[Node, int], float],
+) -> tuple[RoundingBounds, dict[Pair, Tensor], dict[Pair, Tensor]]:
+    """Bounds on rounding errors, and S and upper bounds on ‖G(a → b)‖ for all pairs, from computed norms.
+
+    Args:
+        local: bounds for single operations.
+        values: nominal values, each of shape (N, *node.shape).
+        gains: ‖G(a → b)‖ as computed, by (a, b), each of shape (N,).
+        links: norms of single operations as computed.
+        nonlinear: the operations whose rules compute norms of their operands.
+        cuts: the cuts; bounds on all ‖G(a → b)‖ are kept for these, the nonlinear operations and the source.
+        requested: further pairs, which products of other norms bound.
+        error_factor: (a, rows) ↦ the error of a computed norm in units of S.
+    """
     chains, operations = local.chains, local(values, links)
     nodes = [chains.source, *chains.links]
     place = {node: number for number, node in enumerate(nodes)}
-    first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *starts, *cuts)))}
+    first = {a: row for row, a in enumerate(dict.fromkeys((chains.source, *nonlinear, *cuts)))}
     rows = torch.tensor([place[a] for a in first])
-    factor = {(a, b): error_of(a, b) for a, b in gains}
-    exact = {link: _single(link, operations, links, error_of_link) for link in operations.gains}
+    factor = {(a, b): error_factor(a, b.entries) for a, b in gains}
+    exact = {link: _single(link, operations, links, error_factor) for link in operations.gains}
     errors = torch.stack([operations.errors.get(node, operations.zeros) for node in nodes], 1)
     pairs = [*gains, *requested]
     paths, noise, slack, bounds = [], [], [], []
@@ -235,22 +213,20 @@ def rounded(
             {pair: norm[some] for pair, norm in gains.items()},
             factor,
             requested,
-            through,
-            bends,
         )
         paths.append(one.bounds[:, rows])
         noise.append(times(one.bounds, errors[some, :, None].expand_as(one.bounds)).sum(1))
         slack.append(one.slack)
         bounds.append({(a, b): one.bounds[:, place[a], place[b]] for a, b in pairs})
     off = {node: torch.cat(noise)[:, place[node]] for node in nodes}
-    for v in starts:  # a rule computes norms of its operands from the computed values
+    for v in nonlinear:
         for u in {*v.operands} & off.keys():
             off[u] = off[u] + gamma(8 * u.shape[-1] if u.shape else 0) * lengths(values[u])
     added = {pair: torch.cat([one[pair] for one in slack]) for pair in pairs}
     whole = {pair: torch.cat([one[pair] for one in bounds]) for pair in pairs}
     for pair, norm in gains.items():
         whole[pair] = torch.minimum(whole[pair], norm + factor[pair] * added[pair])
-    return Rounded(off, operations.errors, operations.off, torch.cat(paths), first, place), added, whole
+    return RoundingBounds(off, operations.errors, operations.off, torch.cat(paths), first, place), added, whole
 
 
 def _single(
