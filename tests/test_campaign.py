@@ -37,7 +37,7 @@ def test_norms_are_above_what_is_met_in_random_networks(seed):
         for _ in range(8):
             moved = moved / moved.norm(dim=1, keepdim=True).clamp_min(1e-300)
             image = forth(moved)
-            assert bool((image.norm(dim=1) <= found.norms.gains[a, b] * (1 + 1e-9)).all()), (a, b)
+            assert bool((image.norm(dim=1) <= found.norms.pairs[a, b].norm * (1 + 1e-9)).all()), (a, b)
             moved = back(image)
 
 

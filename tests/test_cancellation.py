@@ -209,8 +209,8 @@ def test_rounding_costs_an_ordinary_network_nothing() -> None:
     assert torch.allclose(left, gaps, rtol=1e-6, atol=0)
     assert (left <= gaps).all()
     norms = Anchored(vit)(pixels).norms
-    for pair, slack in norms.slack.items():
-        assert bool((slack <= 1e-6 * norms.gains[pair]).all())
+    for found in norms.pairs.values():
+        assert bool((found.slack <= 1e-6 * found.norm).all())
 
 
 class Kinked(nn.Module):

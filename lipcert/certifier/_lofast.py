@@ -125,7 +125,8 @@ def logit_differences(at: Linearization, predicted: Tensor) -> dict[Node, Tensor
         for a, slope in zip(starts, slopes, strict=True):
             largest = torch.as_tensor(math.sqrt(2) * at.gain(a, output)).expand(len(predicted))
             if slope is not None:  # else autograd finds no path
-                lost = explicit_error(a.entries, output.entries) * at.norms.slack.get((a, output), torch.zeros(()))
+                known = at.norms.pairs.get((a, output))
+                lost = 0.0 if known is None else explicit_error(a.entries, output.entries) * known.slack
                 largest = l2_norm(per_image(slope), 1) * (1 + SAFETY) + math.sqrt(2) * lost
             bounds[a].append(at_most(largest))
     return {a: torch.stack(some, 1) for a, some in bounds.items()}

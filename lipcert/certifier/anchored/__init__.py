@@ -12,10 +12,10 @@ Read the modules in this order:
 - :mod:`.method`: the certificate, and the order in which rival classes are examined;
 - :mod:`.behind`: the certificate behind a cut, with the Lipschitz constant of the layers before it;
 - :mod:`.layer`: how far the last layer before the cut lets the first-order part of a margin fall;
-- :mod:`.deployed`: the same for the deployed network, with rounding errors as a hook of the walk.
+- :mod:`.deployed`: the same for the deployed network, whose rounding errors are added to the remainders.
 
-They use :mod:`.gradients`, autograd through a part of the network. :mod:`lipcert.roundoff` bounds the rounding errors of
-the certifier's own numbers in float64, and :mod:`lipcert.certifier._search` searches for radii.
+They use :mod:`.gradients`, autograd through a part of the network. :mod:`lipcert.roundoff` bounds the rounding errors
+of the certifier's own numbers in float64, and :mod:`lipcert.certifier._search` searches for radii.
 """
 
 from lipcert.certifier.anchored.behind import Behind, anchored, cut_of

@@ -28,8 +28,8 @@ The largest of the bounds in the sectors of a partition of [0, π/2] is one in t
 its error in directions that are nearly orthogonal to p′, where the first term is small, the bound is little more than
 ‖p′‖ ρ. No norm is computed for an image, and nothing is random.
 
-**Rounding.** Values, gradients and products have the errors of :mod:`lipcert.roundoff`, whose "Margins" is the identity above
-with the terms Σ‖p_w‖‖e_w‖ + Σ_o ‖f_o‖‖Δ_o‖. All of them are bounded at ρ = 1 and multiplied by max(1, ρ). Another
+**Rounding.** Values, gradients and products have the errors of :mod:`lipcert.roundoff`; its "Margins" is the identity
+above with the terms Σ‖p_w‖‖e_w‖ + Σ_o ‖f_o‖‖Δ_o‖. All of them are bounded at ρ = 1 and multiplied by max(1, ρ). Another
 evaluation of c, such as that with which the network behind c starts, has a distance of at most 2e from this ĉ, with a
 bound e on the rounding error of both.
 """

@@ -66,38 +66,52 @@ class NormOptions:
         return self.rigor == "deterministic"
 
 
-@dataclass
+@dataclass(frozen=True)
+class PairNorms:
+    """Upper bounds for one Jacobian G(a → b) at N images, rounding included.
+
+    Attributes:
+        norm: ‖G‖, shape (N,).
+        slack: a bound S on the rounding error of a product with G and a unit vector, shape (N,).
+        largest: the largest norm of a row of G, or of a block of rows, shape (N,); None unless rules use it.
+        rows: the norms of all rows, shape (N, entries), by the operand of which b is the root, in the order of that.
+        columns: the norms of the columns, the same for all images, shape (1, entries of a); None unless rules use them.
+        weighted: ‖diag(√w) G‖, shape (N,), by the operation whose operand is b: w are the norms of the columns from
+            there to the value ahead of it in the plan.
+    """
+
+    norm: Tensor
+    slack: Tensor
+    largest: Tensor | None
+    rows: dict[Node, Tensor]
+    columns: Tensor | None
+    weighted: dict[Node, Tensor] = field(default_factory=dict)
+
+    def only(self, index: Tensor) -> PairNorms:
+        """The bounds for the images with the given indices."""
+        rows, weighted = ({node: bound[index] for node, bound in t.items()} for t in (self.rows, self.weighted))
+        largest = None if self.largest is None else self.largest[index]
+        return PairNorms(self.norm[index], self.slack[index], largest, rows, self.columns, weighted)
+
+
+@dataclass(frozen=True)
 class Norms:
-    """Upper bounds that hold simultaneously at N images, rounding included.
+    """Upper bounds that hold simultaneously at N images.
 
     Attributes:
         ledger: the ledger of the images, with the failure probability spent on the bounds.
         rounded: bounds on rounding errors.
-        slack: a bound S on the rounding error of a product with G(a → b) and a unit vector, by (a, b), shape (N,).
-        gains: ‖G(a → b)‖, by (a, b), shape (N,).
-        peaks: the largest norm of a row of G(a → b), or of a block of rows, for operands b whose rules use it, shape
-            (N,).
-        rows: the norms of all rows, shape (N, entries), for operands b whose rules use them, in the order of b.
-        columns: the norms of the columns of G(v → u), by (v, u), the same for all images, shape (1, entries of v).
-        weighted: ‖diag(√w) G(a → b)‖, by (a, v), shape (N,): b is the operand of v, and w are the norms of the columns
-            from v to the value ahead of it in the plan.
+        pairs: the bounds for every pair (a, b) of the plan.
     """
 
     ledger: Ledger
     rounded: RoundingBounds
-    slack: Mapping[Pair, Tensor]
-    gains: Mapping[Pair, Tensor]
-    peaks: Mapping[Pair, Tensor]
-    rows: Mapping[Pair, Tensor]
-    columns: Mapping[Pair, Tensor]
-    weighted: Mapping[Pair, Tensor] = field(default_factory=dict)
+    pairs: Mapping[Pair, PairNorms]
 
     def only(self, index: Tensor) -> Norms:
-        """The norms of some of the images, given by their numbers."""
-        tables = (self.slack, self.gains, self.peaks, self.rows, self.weighted)
-        slack, gains, peaks, rows, weighted = ({pair: bound[index] for pair, bound in t.items()} for t in tables)
-        ledger, rounding = self.ledger.only(index), self.rounded.only(index)
-        return Norms(ledger, rounding, slack, gains, peaks, rows, self.columns, weighted)
+        """The norms for the images with the given indices."""
+        pairs = {pair: norms.only(index) for pair, norms in self.pairs.items()}
+        return Norms(self.ledger.only(index), self.rounded.only(index), pairs)
 
     def error(self, a: Node, b: Node, form: Form) -> Tensor:
         """A bound on the rounding error of a product with M G(a → b) and a unit vector, shape (N,).
@@ -106,7 +120,8 @@ class Norms:
         with γ for sums of at most as many terms as a deviation, or a tensor of the form, has entries.
         """
         terms = max(b.entries, *(tensor[0].numel() for tensor in form.tensors))
-        return form.norm * self.slack[a, b] + form.size * 4 * (terms + 16) * UNIT * self.gains[a, b]
+        known = self.pairs[a, b]
+        return form.norm * known.slack + form.size * 4 * (terms + 16) * UNIT * known.norm
 
 
 class _AtImages(NamedTuple):
@@ -163,17 +178,20 @@ class NormFinder:
 
         rounding, slack, raised = self._rounded(gains, links, at)
 
-        lost = {(a, b): explicit_error(a.entries, b.entries) * bound for (a, b), bound in slack.items()}
-        rows = {pair: torch.minimum(rows[pair] + lost[pair][:, None], raised[pair][:, None]) for pair in rows}
-        peaks = {pair: sizes.amax(1) for pair, sizes in rows.items()}
-        operands = [(v.operands[0], self.network.operands(v)[0]) for v in plan.each]
-        each = {
-            (a, z): sizes[:, self.network.order(z)] for (a, b), sizes in rows.items() for z, u in operands if u is b
-        }
-        # Neither these nor what rounding does to an affine path depends on the image.
-        columns = {pair: sizes[:1] + lost[pair][:1, None] for pair, sizes in columns.items()}
-        norms = Norms(ledger, rounding, slack, raised, peaks, each, columns)
-        norms.weighted = {(a, v): self._weighted(a, v, at, norms) for a, v in plan.weighted}
+        def known(a: Node, b: Node) -> PairNorms:
+            lost = explicit_error(a.entries, b.entries) * slack[a, b]
+            largest, each = None, {}
+            if (a, b) in rows:
+                sizes = torch.minimum(rows[a, b] + lost[:, None], raised[a, b][:, None])
+                operands = [v.operands[0] for v in plan.each if self.network.operands(v)[0] is b]
+                largest, each = sizes.amax(1), {z: sizes[:, self.network.order(z)] for z in operands}
+            # Neither these norms nor what rounding does to an affine path depends on the image.
+            across = columns[a, b][:1] + lost[:1, None] if (a, b) in columns else None
+            return PairNorms(raised[a, b], slack[a, b], largest, each, across)
+
+        norms = Norms(ledger, rounding, {pair: known(*pair) for pair in plan.pairs})
+        for a, v in plan.weighted:
+            norms.pairs[a, self.network.operands(v)[0]].weighted[v] = self._weighted(a, v, at, norms)
         return norms
 
     def _rounded(
@@ -245,9 +263,11 @@ class NormFinder:
     def _weighted(self, a: Node, v: Node, at: _AtImages, norms: Norms) -> Tensor:
         """One of the weighted norms, shape (N,)."""
         b, by = v.operands[0], self.jacobians
-        scale = norms.columns[v, self.plan.ahead[v]].sqrt().reshape(1, *v.shape)
+        columns = norms.pairs[v, self.plan.ahead[v]].columns
+        assert columns is not None
+        scale = columns.sqrt().reshape(1, *v.shape)
         if self.plan.covers(a, v):
-            return scale.amax() * norms.gains[a, self.network.operands(v)[0]]
+            return scale.amax() * norms.pairs[a, self.network.operands(v)[0]].norm
         draw = self._draw(at.ledger, "weighted", a, b, v, from_entries=by.writes_out(a, b.entries))
 
         def form(values: dict[Node, Tensor]) -> Form:
@@ -272,7 +292,9 @@ class NormFinder:
     def _raised(self, norm: Tensor, a: Node, b: Node, form: Form, rows: int, norms: Norms) -> Tensor:
         """‖M G(a → b)‖ as computed, with the ``rows`` of M G, plus a bound on its rounding error, shape (N,)."""
         by, u = self.jacobians, self.network.root(b)
-        return torch.minimum(norm + by.error_factor(a, rows) * norms.error(a, u, form), form.norm * norms.gains[a, u])
+        return torch.minimum(
+            norm + by.error_factor(a, rows) * norms.error(a, u, form), form.norm * norms.pairs[a, u].norm
+        )
 
     def formed_columns(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms) -> Tensor | None:
         """Upper bounds on the norms of the columns of M G(a → b), shape (N, entries of a), for the M of a form.

@@ -11,7 +11,8 @@ All vectors G(x → u) p come from one product with Jacobians, without random ve
 angles 0 ≤ α ≤ β ≤ π/2 of a partition. A lower bound on the margin in every sector is one in the ball.
 
 Rounding: p is computed, and its norm is 1 to 1e-9; s and t are inflated by that. A computed product with G(x → u) has
-an error of at most S (:mod:`lipcert.roundoff`), and 2 S is added for that of G(x → u) p and of what is computed from it.
+an error of at most S (:mod:`lipcert.roundoff`), and 2 S is added for that of G(x → u) p and of what is computed from
+it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Ray:
             return self._nothing()
         flat, scale = per_image(moved), _ONE
         if v is not None:
-            weights = self.at.norms.columns[v, self.at.plan.ahead[v]].sqrt()
+            weights = self.at.weights(v).sqrt()
             flat, scale = weights * flat, weights.amax()
         length = l2_norm(flat.unflatten(1, (-1, block)), 2).amax(1) if block else l2_norm(flat, 1)
         return self._raised(length, u, scale)
@@ -103,7 +104,8 @@ class Ray:
 
     def _raised(self, length: Tensor, u: Node, scale: Tensor, some: Tensor | None = None) -> Tensor:
         """Lengths, shape (..., N), with ``scale`` times the rounding error of the product; ∞ where that is unknown."""
-        slack = self.at.norms.slack.get((self.at.network.source, u))
+        known = self.at.norms.pairs.get((self.at.network.source, u))
+        slack = None if known is None else known.slack
         if slack is None and u is not self.at.network.source:
             return torch.full_like(length, math.inf)
         defined = self.defined

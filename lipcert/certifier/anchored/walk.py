@@ -217,12 +217,17 @@ class Linearization:
             return 0.0
         if kind is SeminormKind.COLUMNS:
             assert v is not None
-            return self.norms.columns[v, self.plan.ahead[v]].amax().sqrt() if a is u else self.norms.weighted[a, v]
+            return self.weights(v).amax().sqrt() if a is u else self.norms.pairs[a, u].weighted[v]
         if a is u:
             return 1.0
-        if kind is SeminormKind.LARGEST and (a, u) in self.norms.peaks:
-            return self.norms.peaks[a, u]
-        return self.norms.gains[a, u]
+        known = self.norms.pairs[a, u]
+        return known.norm if kind is not SeminormKind.LARGEST or known.largest is None else known.largest
+
+    def weights(self, v: Node) -> Tensor:
+        """The norms of the columns from v to the value ahead of it in the plan, shape (1, entries)."""
+        columns = self.norms.pairs[v, self.plan.ahead[v]].columns
+        assert columns is not None
+        return columns
 
     def walk(
         self,
@@ -360,10 +365,11 @@ class _StageWalk:
             assert of is not None
             weights = self.curvature[of][number].columns.get(v)
             return self.unknown if weights is None else self._total(v, weights, None)
-        if kind is SeminormKind.COLUMNS or (v, u) not in self.at.norms.columns:
+        known = self.at.norms.pairs.get((v, u))
+        if kind is SeminormKind.COLUMNS or known is None or known.columns is None:
             return self.unknown
         if (v, u) not in self.summed:
-            weights = self.at.norms.columns[v, u].expand(len(self.unknown), -1)
+            weights = known.columns.expand(len(self.unknown), -1)
             ahead = self.at.plan.ahead.get(v) is u  # the weights of ``sizes`` are those up to there
             self.summed[v, u] = self._total(v, weights, self.sizes[v] if ahead else None)
         return self.summed[v, u]
@@ -406,13 +412,16 @@ class _StageWalk:
     def each(self, z: Node, most: Tensor) -> Tensor:
         """Bounds on the deviations of all entries of an operand, (N, entries); ``most`` bounds any of them, (N,)."""
         at, start, source = self.at, self.stage.start, self.at.network.source
-        u, known = at.network.root(z), at.norms.rows
+        u, pairs = at.network.root(z), at.norms.pairs
+
+        def known(a: Node) -> Tensor | None:
+            return pairs[a, u].rows.get(z) if (a, u) in pairs else None
 
         def rows(a: Node) -> Tensor:
-            gain = self.gain(a, u, LARGEST)
-            return known[a, z] if (a, z) in known else torch.as_tensor(gain).to(most).reshape(-1, 1)
+            found = known(a)
+            return torch.as_tensor(self.gain(a, u, LARGEST)).to(most).reshape(-1, 1) if found is None else found
 
-        if (start, z) not in known and (source, z) not in known:
+        if known(start) is None and known(source) is None:
             return most
         bounds = at_most(rows(start) * self.at_start[:, None])
         if self.source is not None:
