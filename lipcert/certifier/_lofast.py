@@ -116,12 +116,15 @@ def logit_differences(at: Linearization, predicted: Tensor) -> dict[Node, Tensor
     if output.entries > FEW or output in starts:
         return {}
     reached, added = disturbed(at.values, starts, network.replay.between(last.start, [output]), [output])
+    if not reached[output].requires_grad:
+        return {}
     bounds: dict[Node, list[Tensor]] = {a: [] for a in starts}
     with torch.enable_grad():
         logits = reached[output].flatten(1)
         differences = (logits.gather(1, predicted[:, None]) - logits).unbind(1)
     for difference in differences:
-        slopes = torch.autograd.grad(difference.sum(), list(added.values()), retain_graph=True, allow_unused=True)
+        one = torch.ones_like(difference)
+        slopes = torch.autograd.grad(difference, list(added.values()), one, retain_graph=True, allow_unused=True)
         for a, slope in zip(starts, slopes, strict=True):
             largest = torch.as_tensor(math.sqrt(2) * at.gain(a, output)).expand(len(predicted))
             if slope is not None:  # else autograd finds no path
