@@ -193,3 +193,55 @@ def test_a_small_constant_is_refused_where_no_value_shows_it():
     model = lipcert.load(Forward(forward).double(), mean=(0.0,), std=(1.0,), input_size=(1, 2, 2))
     with pytest.raises(InputError, match=r"a Lipschitz constant of about 1e-90; bounds are proved"):
         lipcert.certify(model, torch.rand(1, 1, 2, 2), eps=0.1)
+
+
+def with_positions(smallest: float, how: str) -> Forward:
+    """A network with a softmax of positions, of which one entry is ``smallest``, as in ConViT."""
+    scores = torch.full((4, 4), math.log(smallest)).double().fill_diagonal_(0.0)
+
+    def forward(x, weight):
+        z = F.linear(x.flatten(2), weight)
+        positions = scores.softmax(-1)
+        mixed = positions @ z if how == "mixes tokens" else (z @ z.mT).softmax(-1) + positions
+        if how == "scales tokens":
+            mixed = z * positions
+        return mixed.flatten(1)[:, :3] * torch.tensor([1.0, 0.5, 0.2]).double()
+
+    return Forward(forward, weight=numbers(4, 4))
+
+
+@pytest.mark.parametrize("smallest", [1e-80, 1e-158, 1e-300])
+@pytest.mark.parametrize("how", ["mixes tokens", "scales tokens", "is added to scores"])
+def test_entries_far_below_the_largest_of_their_tensor(smallest, how):
+    found = holds_or_refused(with_positions(smallest, how), (4, 2, 2))
+    for method in ("global", "gloro", "anchored"):
+        assert not isinstance(found[method], str), found[method]
+        assert (found[method] > 0).any()
+
+
+@pytest.mark.parametrize("bend", [lambda z: z, torch.tanh, torch.relu])
+@pytest.mark.parametrize(("small", "times"), [(1e-40, 3), (1e-80, 2), (1e-158, 1), (1e-158, 3)])
+def test_what_enlarges_small_entries_has_no_radius(bend, small, times):
+    """The channel of the small entries alone is read, after as many large factors as bring it back."""
+
+    def forward(x, scale):
+        z = bend(x.flatten(1)[:, :2] - torch.tensor([0.0, 0.3]).double())
+        for _ in range(times):
+            z = z @ scale
+        z, power = z[:, 1:], -times * math.log10(small)
+        for _ in range(round(power / 50)):
+            z = z * 10 ** (power / round(power / 50))
+        return torch.cat([5 * z, 0 * x[:, 0, 0, :1] + 0.3], 1)
+
+    images = torch.tensor([[[[0.5, 0.3]]], [[[0.2, 0.29]]], [[[0.5, 0.35]]], [[[0.1, 0.9]]]]).double()
+    net = Forward(forward, scale=torch.diag(torch.tensor([1.0, small]).double()))
+    holds_or_refused(net, (1, 1, 2), images=images)
+
+
+def test_convit_has_certificates():
+    """The softmax of its positions has an entry of about 1e-158 beside 1."""
+    torch.manual_seed(0)
+    model = lipcert.load("convit_tiny", pretrained=False, num_classes=3, img_size=32, embed_dim=12, num_heads=2)
+    positions = model.net.blocks[0].attn.pos_proj.weight
+    positions.data.mul_(180 / positions.detach().abs().max())
+    assert math.isfinite(lipcert.lipschitz(model.double()).log10)

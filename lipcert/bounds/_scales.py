@@ -1,7 +1,21 @@
 """Refuses networks whose numbers leave the range in which all bounds are proved.
 
-Squares and products of three numbers within 2^±200, about 1e±60, stay in float64's normal range, and what products of
-more of them lose by underflow is below 2⁻¹⁰²², far below a margin of such numbers. Every number of float32 lies inside.
+The scale of a tensor is its largest entry, and that of a map its Lipschitz constant. Squares and products of three
+numbers within 2^±200, about 1e±60, stay in float64's normal range, and what products of more of them lose by underflow
+is below 2⁻¹⁰²², far below a margin of such numbers. Every number of float32 lies inside.
+
+Entries far below the largest one of their tensor, such as 1e-158 beside 1 in a softmax of positions, have no scale of
+their own. Proof that bounds hold whatever they are:
+
+- Norms of the tensor, or of its rows, are computed from entries divided by the largest one of the tensor, or of the row
+  (:mod:`lipcert.numerics._l2`, :func:`lipcert.norms._scale.normalise`). What underflows there is below n 2⁻¹⁰²² beside
+  a largest entry of 1, less than the slack for rounding.
+- In values, and in products with Jacobians, a term with such an entry may underflow, and then loses at most 2⁻¹⁰²². This
+  counts as an error of the operation: rounding rules add 4 (n + 8) 2⁻¹⁰²² to the error of every entry
+  (:meth:`lipcert.numerics.Format.sum`), and the ledger of ``anchored`` and the check by noise more than that to the norm
+  of every result and of every product with a unit vector (``lipcert.roundoff.UNDERFLOW``). All multiply it by bounds on
+  the norms of the operations after it. A network that enlarges such entries until they can be seen enlarges these
+  errors as much, and its radius is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +39,7 @@ _LIMITS = (torch.finfo(torch.float64).max, torch.finfo(torch.float64).tiny)
 
 @torch.no_grad()
 def check_scales(graph: Graph, values: Mapping[Node, Any], image: Tensor) -> None:
-    """Checks every constant, the largest entry of every value at an image, and that no Lipschitz constant is too small.
+    """Checks the largest entry of every constant, and of every value at an image, and that no Lipschitz constant is tiny.
 
     Masks may be infinite, and large constants are what deep networks have. A value that differs at two images shows
     that its Lipschitz constant is not too small; the norms of the other linear maps alone are computed for this check.
@@ -63,18 +77,17 @@ def _constants(node: Node) -> Iterator[Tensor]:
     for tensor in (*module, *node.tensors):
         if tensor.dtype == torch.float64 and tensor.numel():
             yield tensor
-    numbers = [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, float)]
-    if numbers:
-        yield torch.tensor(numbers, dtype=torch.float64)
+    for number in (*node.args, *node.kwargs.values()):
+        if isinstance(number, float):
+            yield torch.tensor(number, dtype=torch.float64)
 
 
 def _check(tensor: Tensor, node: Node, what: str) -> None:
     size = tensor.detach().abs()
     ignored = (size == 0) | ~size.isfinite() | (size == _LIMITS[0]) | (size == _LIMITS[1])
-    least, most = torch.where(ignored, 1.0, size).aminmax()
-    for number in (least.item(), most.item()):
-        if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
-            raise InputError(_refusal(node, what, math.log10(number)))
+    most = torch.where(ignored, 0.0, size).amax().item()
+    if most and not SMALLEST_SCALE <= most <= LARGEST_SCALE:
+        raise InputError(_refusal(node, what, math.log10(most)))
 
 
 def _refusal(node: Node, what: str, log10: float) -> str:
