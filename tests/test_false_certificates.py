@@ -932,6 +932,11 @@ def test_functions_of_torch_that_were_replaced_are_refused(monkeypatch):
             patch.setattr(place, name, lambda *given: 30 * own(*given))
             with pytest.raises(LipcertError, match=rf"{name} is replaced by a function of .*{__name__}\.py"):
                 lipcert.lipschitz(model)
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("special_i1", lambda x: 30 * x, "CPU")  # hardly anything else uses it
+    with pytest.raises(LipcertError, match="aten/special_i1/CPU is replaced by a kernel"):
+        lipcert.lipschitz(model)
+    kernels._destroy()
     with LouderLinear(), pytest.raises(LipcertError, match="LouderLinear changes what torch's functions compute"):
         lipcert.lipschitz(model)
     assert math.isfinite(lipcert.lipschitz(model).log10)

@@ -10,12 +10,12 @@ their own. Proof that bounds hold whatever they are:
 - Norms of the tensor, or of its rows, are computed from entries divided by the largest one of the tensor, or of the row
   (:mod:`lipcert.numerics._l2`, :func:`lipcert.norms._scale.normalise`). What underflows there is below n 2⁻¹⁰²² beside
   a largest entry of 1, less than the slack for rounding.
-- In values, and in products with Jacobians, a term with such an entry may underflow, and then loses at most 2⁻¹⁰²². This
-  counts as an error of the operation: rounding rules add 4 (n + 8) 2⁻¹⁰²² to the error of every entry
-  (:meth:`lipcert.numerics.Format.sum`), and the ledger of ``anchored`` and the check by noise more than that to the norm
-  of every result and of every product with a unit vector (``lipcert.roundoff.UNDERFLOW``). All multiply it by bounds on
-  the norms of the operations after it. A network that enlarges such entries until they can be seen enlarges these
-  errors as much, and its radius is 0.
+- In values, and in products with Jacobians, a term with such an entry may underflow, and then loses at most 2⁻¹⁰²².
+  This counts as an error of the operation: rounding rules add 4 (n + 8) 2⁻¹⁰²² to the error of every entry
+  (:meth:`lipcert.numerics.Format.sum`), and the ledger of ``anchored`` and the check by noise more than that to the
+  norm of every result and of every product with a unit vector (``lipcert.roundoff.UNDERFLOW``). All multiply it by
+  bounds on the norms of the operations after it, or let it run through them. A network that enlarges such entries
+  until they can be seen enlarges these errors as much, and its radius is 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIMITS = (torch.finfo(torch.float64).max, torch.finfo(torch.float64).tiny)
 
 @torch.no_grad()
 def check_scales(graph: Graph, values: Mapping[Node, Any], image: Tensor) -> None:
-    """Checks the largest entry of every constant, and of every value at an image, and that no Lipschitz constant is tiny.
+    """Checks the largest entries of constants and of values at an image, and that no Lipschitz constant is too small.
 
     Masks may be infinite, and large constants are what deep networks have. A value that differs at two images shows
     that its Lipschitz constant is not too small; the norms of the other linear maps alone are computed for this check.
