@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lipcert.errors import LoadError
+from lipcert.inputs.sources import Source
 from lipcert.inputs.weights import read_checkpoint
 
 STATE = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.zeros(2)}
@@ -199,3 +200,12 @@ def test_of_two_sets_of_weights_the_one_that_is_left_out_is_named(tmp_path, cont
     with pytest.warns(UserWarning, match=left):
         state = read_checkpoint(tmp_path / "w.pth").state
     assert torch.equal(state["fc.weight"], sets[taken]["fc.weight"])
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    (tmp_path / "w.pth").symlink_to(tmp_path / "blob")
+    assert "it is a link to" in refused(tmp_path / "w.pth")
+    with pytest.raises(LoadError, match="download it first"):
+        read_checkpoint("https://example.org/w.pth")
+    with pytest.raises(LoadError, match="download it first"):
+        Source.of("s3://bucket/w.pth")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, first_line
 from lipcert.inputs.construction import check_described
-from lipcert.inputs.files import replacing
+from lipcert.inputs.files import no_file, replacing
 from lipcert.inputs.sources import is_artifact
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
 from lipcert.inputs.weights import check_finite, keys_of
@@ -220,7 +220,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads an artifact's metadata, without the weights, and checks them for completeness and changes."""
     path = Path(path)
     if not os.path.isfile(path):
-        raise LoadError(f"there is no file {path}")
+        raise no_file(path)
     entry = keys_of(path)[1].get("lipcert")
     if entry is None:
         raise LoadError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lipcert.errors import InputError, LoadError
+from lipcert.errors import InputError, LoadError, shortened
 
 # What files of weights are called.
 WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
@@ -20,11 +21,21 @@ KINDS = {"torch": None, "hfds": "datasets"}
 _NO_RENAME = {errno.EPERM, errno.EACCES, errno.EEXIST, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
+def no_file(path: str | os.PathLike[str], more: str = "") -> LoadError:
+    """The error of a file that does not exist, with what to do."""
+    name = shortened(os.fspath(path))
+    if re.match(r"\w{2,}:/", name):
+        more = more or "; download it first, and give its path"
+    elif os.path.islink(path):
+        more = f": it is a link to {shortened(os.readlink(path))}, which does not exist; copy the file itself"
+    return LoadError(f"there is no file {name}{more}")
+
+
 def check_there(*files: Path | None) -> None:
     """Refuses files that do not exist; None passes."""
     for file in files:
         if file is not None and not os.path.lexists(file):
-            raise LoadError(f"there is no file {file}")
+            raise no_file(file)
 
 
 def is_named_data(spec: str | None) -> bool:

@@ -18,7 +18,7 @@ import safetensors
 
 from lipcert.errors import LoadError, shortened
 from lipcert.inputs.checkpoints import ASSETS, path_of
-from lipcert.inputs.files import WEIGHTS
+from lipcert.inputs.files import WEIGHTS, no_file
 from lipcert.inputs.zoo import architectures
 
 BUNDLED = "digits-vit"
@@ -69,9 +69,7 @@ class Source:
             return named
         if not os.path.lexists(text):
             hub = None if suffix else re.fullmatch(r"(?:https?:/+huggingface\.co/)?([\w-]+/[\w.-]+)", text)
-            raise LoadError(
-                f"there is no file {text}" + (f"; a model of the hub is given as hf-hub:{hub[1]}" if hub else "")
-            )
+            raise no_file(text, f"; a model of the hub is given as hf-hub:{hub[1]}" if hub else "")
         return Source(text, text, file=True)
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipcert.errors import LoadError, first_line, shortened
 from lipcert.inputs import formats
-from lipcert.inputs.files import WEIGHTS
+from lipcert.inputs.files import WEIGHTS, no_file
 from lipcert.inputs.preprocessing import INTERPOLATIONS
 from lipcert.model import unusable
 
@@ -91,7 +91,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     if os.path.isdir(path):
         raise formats.of_folder(path, WEIGHTS)
     if not os.path.isfile(path):
-        raise LoadError(f"there is no file {shortened(str(path))}")
+        raise no_file(path)
     return _read_file(path)
 
 
@@ -230,6 +230,8 @@ def load_weights(
         *kinds[:1],
     ]
     reasons = [problem for problem in problems if problem]
+    if outside and reasons:
+        reasons.append(_listed(f"outside {prefix}", outside))
     only_heads = bool(heads) and heads == other | {*missing} and not (extra or kinds)
     if reasons and not (only_heads and new_head):
         remedy = "give the timm name and arguments it was made with"
@@ -239,6 +241,8 @@ def load_weights(
         if classifier and (built_without or (only_heads and not missing)):
             count = len(state[found[classifier[0]]])
             remedy = f"give num_classes={count} (--model-args num_classes={count})"
+        elif only_heads and {tuple(state[key].shape) for key in outside} & {tuple(tensors[key].shape) for key in heads}:
+            remedy = "its classifier has another name than the model's: rename it"
         elif only_heads:
             remedy = "it is a backbone without a classifier; train one by finetune, with num_classes=N"
             remedy += " (--model-args num_classes=N)"
@@ -249,6 +253,8 @@ def load_weights(
                 f"its names are those of {library}; take the weights that timm has of this network, or load it with "
                 f"{library} and give lipcert.load the module"
             )
+        elif missing and {*missing} <= heads:
+            remedy = "it has no classifier; save it without those that are too many, and train one by finetune"
         elif kinds:
             remedy = "quantised weights are not read; give those that they were made of"
         raise LoadError(f"{file} does not fit {name}: {'; '.join(reasons)}; {remedy}")
