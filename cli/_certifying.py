@@ -150,7 +150,7 @@ def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list
             complain(f"lipcert: {source.word}: {error}")
             failed.append({"model": source.word, "error": str(error)})
     if not outcomes:
-        raise InputError(f"none of {len(plan.sources)} models could be certified")
+        raise InputError(f"none of {len(plan.sources)} models could be certified; the lines above say why")
     return outcomes, failed
 
 

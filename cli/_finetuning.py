@@ -97,7 +97,7 @@ def run(
             validate = min(tenth, _HELD_OUT[1]) if tenth >= _HELD_OUT[0] else 0
         if validate:
             if len(images) <= validate:
-                raise InputError(f"--validate {validate} leaves no images for training")
+                raise InputError(f"--validate {validate} leaves no images for training; give fewer")
             images = open_images(of.data, loaded, limit=len(images) - validate, purpose="train", **lists)
             if not unfinished.exists():  # weights that another training left behind
                 best.unlink(missing_ok=True)

@@ -53,11 +53,13 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
         if not equals or not key.isidentifier():
             raise InputError(f"--model-args takes KEY=VALUE pairs with spaces between, got {pair!r}")
         if key in _NO_MODEL_ARGS:
-            raise InputError(f"--model-args is for arguments of the timm model, and {key} is none of them")
+            raise InputError(
+                f"--model-args is for arguments of the timm model; {key} is none of them: lipcert has an option for it"
+            )
         try:
             read = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             read = value
         if arguments.setdefault(key, read) != read:
-            raise InputError(f"--model-args gives {key} twice, {arguments[key]!r} and {read!r}")
+            raise InputError(f"--model-args gives {key} twice, {arguments[key]!r} and {read!r}; give it once")
     return arguments

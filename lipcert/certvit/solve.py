@@ -122,7 +122,7 @@ def constrain_layer(
     if not 0 < error < 1:
         raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
     if not torch.isfinite(weight).all():
-        raise InputError(f"the weight of layer {moments.name} has NaN or infinite entries")
+        raise InputError(f"the weight of layer {moments.name} has NaN or infinite entries; check the checkpoint")
     moments.require_rows()
     pre = weight.detach().double().reshape(moments.groups, -1, moments.width)
     second = moments.second.to(pre.device)

@@ -415,7 +415,7 @@ class _Recorder:
         if self.problems:
             raise UnsupportedCode(self.problems[:8])
         if not isinstance(outcome, Tracked):
-            raise InputError("the model's output does not depend on the image")
+            raise InputError("the model's output does not depend on the image; check its forward code")
         self.check_current(outcome)
         for constant, version, name, path in self.constants:
             if write_count(constant) != version:

@@ -62,7 +62,9 @@ def _native(array: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     except TypeError as error:
-        raise InputError(f"an array is of {array.dtype}, which is no type of numbers of torch") from error
+        raise InputError(
+            f"an array is of {array.dtype}, which is no type of numbers of torch; convert it by astype"
+        ) from error
 
 
 def _kind(images: Any) -> tuple[str, str]:

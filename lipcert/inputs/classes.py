@@ -101,16 +101,18 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
         else:
             numbers = {name: number for number, name in enumerate(lines)}
         if len(numbers) != count or len(lines) != count:
-            raise InputError(f"{path} names {len(numbers)} classes on {len(lines)} lines, and the model has {count}")
+            raise InputError(
+                f"{path} names {len(numbers)} classes on {len(lines)} lines, and the model has {count}; list all"
+            )
     numbers = {composed(name): number for name, number in numbers.items()}
     missing = [name for name in names if composed(name) not in numbers]
     if missing:
-        raise InputError(f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes)")
+        raise InputError(f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes); add them")
     found = {name: numbers[composed(name)] for name in names}
     beyond = next((name for name, number in found.items() if not 0 <= number < count), None)
     if beyond is not None:
         raise InputError(
-            f"{path} gives {shortened(beyond)} the number {found[beyond]}, and the classes are 0 to {count - 1}"
+            f"{path} gives {shortened(beyond)} the number {found[beyond]}, which is not 0 to {count - 1}; correct it"
         )
     return found
 
@@ -155,12 +157,14 @@ class LabelList:
         self.labels: dict[str, str] = {}
         for row in rows:
             if len(row) <= max(file, label):
-                raise InputError(f"{path} has a line with {len(row)} columns: {shortened(','.join(row))}")
+                raise InputError(
+                    f"{path} has a line of {len(row)} columns, which lacks some: {shortened(','.join(row))}"
+                )
             name = composed(row[file].replace("\\", "/").removeprefix("./"))
             if re.search("[;|]", row[label]):
                 raise InputError(f"{path} has several labels for {shortened(name)}: {shortened(row[label])}; give one")
             if self.labels.setdefault(name, row[label]) != row[label]:
-                raise InputError(f"{path} has two labels for {shortened(name)}")
+                raise InputError(f"{path} has two labels for {shortened(name)}; keep one")
         self.keys = {name: name for name in self.labels}
         for part in (0, 1):  # without its suffix, then without its folders
             short = {name: (os.path.splitext(name)[0], os.path.basename(name))[part] for name in self.keys}
@@ -184,7 +188,9 @@ class LabelList:
                 raise InputError(f"{self.path} has one label, of {shortened(key)}, for {files}; give it their paths")
         if missing:
             one = printable(missing[0])
-            raise InputError(f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}")
+            raise InputError(
+                f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}; add them"
+            )
         return [self.labels[key] for key in keys]
 
     def numbers(self, labels: Sequence[str], count: int) -> list[int] | None:
@@ -192,7 +198,9 @@ class LabelList:
         numbers = [int(float(label)) for label in labels if re.fullmatch(r"-?\d+(\.0*)?", label)]
         if not numbers:
             if any(re.fullmatch(r"-?\d*\.\d+", label) for label in labels):
-                raise InputError(f"{self.path} has the label {labels[0]}, which is no class")
+                raise InputError(
+                    f"{self.path} has the label {labels[0]}, which is no class; give numbers from 0, or names"
+                )
             return None
         if len(numbers) < len(labels):
             other = next(label for label in labels if not re.fullmatch(r"-?\d+(\.0*)?", label))
@@ -204,7 +212,9 @@ class LabelList:
             raise InputError(f"{self.path} counts the {count} classes from 1, and labels count from 0; subtract 1")
         beyond = next((number for number in numbers if not 0 <= number < count), None)
         if beyond is not None:
-            raise InputError(f"{self.path} has the label {beyond}, and the model has the classes 0 to {count - 1}")
+            raise InputError(
+                f"{self.path} has the label {beyond}, which is not 0 to {count - 1}; correct it, or give names"
+            )
         return numbers
 
 

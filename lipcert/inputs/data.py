@@ -330,7 +330,7 @@ class _ReadImages(Images):
         self.classes = classes
         self.numbers: dict[int, int] | None = None  # of classes of the data set among those that the model knows
         if not len(source):
-            raise InputError(f"{spec} holds no images")
+            raise InputError(f"{spec} holds no images; name another split, or other data")
         super().__init__(spec, total=len(source), limit=limit)
         self.split, self.labels_by = getattr(source, "split", None), getattr(source, "labels_by", None)
         self.notes += getattr(source, "notes", [])
@@ -374,7 +374,7 @@ class _ReadImages(Images):
         if not _is_label(label) or int(label) >= self.classes:
             raise InputError(
                 f"the image {self._name(index)} has the label {label}, and the model has the classes 0 to "
-                f"{self.classes - 1}"
+                f"{self.classes - 1}; correct it, or number the classes with --classes FILE"
             )
         return image, int(label)
 
@@ -438,7 +438,7 @@ def _files_of(path: Path, spec: str) -> Files:
         ) from error
     if not files.images:
         others = f"; {sum(files.others.values())} files of other formats" if files.others else ""
-        raise InputError(f"{spec} holds no images ({', '.join(sorted(SUFFIXES))}){others}")
+        raise InputError(f"{spec} holds no images ({', '.join(sorted(SUFFIXES))}){others}; give a folder of such files")
     return files
 
 

@@ -200,7 +200,9 @@ class ImageFiles:
         named = (self.known or self.trained) and names[0].lower() not in _CONTAINERS if names else False
         if beside or (len(names) == 1 and classes is None and not named):
             if classes is not None:
-                raise InputError(f"{self.files.spec} has no class folders, whose names {classes} could number")
+                raise InputError(
+                    f"{self.files.spec} has no class folders, whose names {classes} could number; leave --classes out"
+                )
             if not self.notes:
                 what = "no class folders" if beside else f"one folder, {printable(names[0])}"
                 self.notes.append(f"{what}, and so no labels; --labels FILE gives them")
@@ -316,7 +318,7 @@ def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | 
         whole = whole.below(top)
     if not folders:
         if split is not None:
-            raise InputError(f"{files.spec} has no folders for splits, and {split} is asked for")
+            raise InputError(f"{files.spec} has no folders for splits, and {split} is asked for; leave it out")
         return None, files, []
     wanted: Sequence[str] = WANTED[purpose]
     if split is not None:

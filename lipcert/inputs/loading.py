@@ -326,7 +326,9 @@ def _logits(model: Model, label: str) -> Tensor:
         raise InputError(f"{label} does not take images of shape {model.input_size}: {reason}{remedy}") from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         kind = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise InputError(f"{label} gives {kind} for one image, and a classifier gives logits of shape (1, classes)")
+        raise InputError(
+            f"{label} gives {kind} for one image; wrap it in a module that gives logits of shape (1, classes)"
+        )
     return logits
 
 
@@ -351,4 +353,4 @@ def _presumed(net: nn.Module) -> dict[str, Any]:
 
 def _refuse(names: set[str], what: str) -> None:
     if names:
-        raise InputError(f"{', '.join(sorted(names))} cannot be combined with {what}")
+        raise InputError(f"{', '.join(sorted(names))} cannot be combined with {what}; leave it out")

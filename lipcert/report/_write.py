@@ -122,7 +122,7 @@ def _check(path: Path, kind: str) -> None:
     if path.suffix.lower() not in _KINDS[kind]:
         raise InputError(f"--{kind} writes a {_KINDS[kind][0]} file, got {path}")
     if not path.parent.is_dir():
-        raise InputError(f"there is no folder {path.parent} to write {path.name} to")
+        raise InputError(f"there is no folder {path.parent} to write {path.name} to; make it first")
     _check_free(path)
 
 

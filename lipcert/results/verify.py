@@ -74,7 +74,7 @@ def _removed_of(run: Run) -> list[int]:
     """The numbers of the images that were removed during the run."""
     removed = run.summary.get("data", {}).get("removed") or []
     if not (isinstance(removed, list) and all(type(i) is int and i >= 0 for i in removed)):
-        raise InputError(f"{run.path} says which images were removed by other than their numbers")
+        raise InputError(f"{run.path} is damaged: its removed images are no numbers; certify the images again")
     return sorted({*removed})
 
 
@@ -86,7 +86,9 @@ def attack_of(run: Run) -> Attack | None:
     try:
         return PGD(**attack["settings"])
     except (KeyError, TypeError) as error:
-        raise InputError(f"{run.path} names settings that {PGD.name} does not have") from error
+        raise InputError(
+            f"{run.path} names settings that {PGD.name} does not have; verify it with the lipcert that wrote it"
+        ) from error
 
 
 def verify(
@@ -147,7 +149,9 @@ def verify(
         if progress is not None:
             progress(done, len(selected))
     if done < len(selected):
-        raise InputError(f"{run.path} has {len(selected)} rows to verify, and the data has images for {done} of them")
+        raise InputError(
+            f"{run.path} has {len(selected)} rows to verify, and the data images for {done} of them; give the same data"
+        )
 
 
 def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, selected: Collection[int]) -> Iterator[Batch]:
@@ -189,7 +193,9 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
     indices = {row["index"] for row in run.rows}
     expected = {*order_of(images.total, limit)} - {*images.removed}
     if beyond := indices - {*range(images.total)}:
-        raise InputError(f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images")
+        raise InputError(
+            f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images; give the same data"
+        )
     if indices != expected:
         missing, others = len(expected - indices), len(indices - expected)
         rest = f", and {others} rows are about others" if others else ""

@@ -121,7 +121,7 @@ class CertifySettings:
         object.__setattr__(self, "further_eps", tuple(targets.values()))
         linearised = self.method == STAGED or self.method in LINEARISED
         if self.at is not None and (not linearised or self.dtype != "real" or self.attack is not None):
-            raise InputError("at asks for method anchored, lofast or staged, in real arithmetic, and without an attack")
+            raise InputError("at needs method anchored, lofast or staged, in real arithmetic, and without an attack")
         if self.at == "":
             raise InputError("at names a module, such as patch_embed")
         self._check_smoothing()
@@ -149,9 +149,7 @@ class CertifySettings:
             return
         if self.rigor != RIGORS[0] or self.attack is not None:
             setting = "an attack" if self.attack is not None else f"rigor {self.rigor}"
-            raise InputError(
-                f"{setting} is not for method {SMOOTHING}, which certifies the smoothed classifier by sampling"
-            )
+            raise InputError(f"{setting} is not for method {SMOOTHING}, which certifies by sampling; leave it out")
         if self.sigma != AUTO:
             try:
                 sigma = float("nan" if self.sigma is None else self.sigma)

@@ -148,7 +148,7 @@ class FinetuneSettings:
             raise InputError(f"the loss {self.loss} {need} sigma, the standard deviation of the noise, such as 0.25")
         for name in ("consistency", "denoiser"):
             if getattr(self, name) and self.loss != "noise":
-                raise InputError(f"{name} is for the loss noise, and not for {self.loss}")
+                raise InputError(f"{name} is for the loss noise, and not for {self.loss}; leave it out")
         if self.schedule == "multistep" and self.last_lr is not None:
             raise InputError("the schedule multistep divides the learning rate by 5 four times; leave last_lr out")
         if LOSSES[self.loss].bound == "local" and (self.amp is not None or self.temperature != 1.0):

@@ -101,7 +101,9 @@ def convert(
         raise InputError("no images to calibrate on; pass at least one, or none at all for random ones")
     edits, kept = plan(model.net, attention=attention, norm=norm, activation=activation)
     if activation != "keep" and not any(isinstance(edit.new, tuple(ACTIVATIONS.values())) for edit in edits):
-        raise ConvertError("the network has no ReLU module, so there is nothing for activation to replace")
+        raise ConvertError(
+            "the network has no ReLU module, so there is nothing for activation to replace; leave it out"
+        )
     with _Functional(model.net) as functional:
         before = _logits(model, images)
     if activation != "keep" and functional.calls > 0:

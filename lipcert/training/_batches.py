@@ -103,7 +103,7 @@ class Mixed:
 
     def __init__(self, main: Batches, other: Batches):
         if not len(other.images):
-            raise InputError(f"{other.images.spec} has no images to mix in")
+            raise InputError(f"{other.images.spec} has no images to mix in; give others, or leave it out")
         self.main = main
         self.other = other
         self.images = main.images

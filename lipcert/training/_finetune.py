@@ -125,7 +125,7 @@ def finetune(
     mark = {**asked.described(), "model": weights_hash(model), "teacher": None, **taught, **(origin or {})}
     processes = Processes.connected()
     if any(other != mark for other in processes.gather(mark)):
-        raise InputError("the processes of this run were given different models or settings")
+        raise InputError("the processes of this run were given different models or settings; start them with the same")
     state = None
     with processes.together():
         if path is not None and processes.first:
@@ -189,7 +189,9 @@ def check_trainable(model: Model, asked: FinetuneSettings, teacher: Model | None
         raise InputError(f"the weights are {model.dtype}; train them in float32: model.float()")
     check_weights(model)
     if not any(p.requires_grad for p in model.parameters()):
-        raise InputError("all parameters are frozen (requires_grad is False), so there is nothing to train")
+        raise InputError(
+            "all parameters are frozen (requires_grad is False), so there is nothing to train; set it to True for some"
+        )
     _others(model, asked.only)
     if teacher is None:
         return
