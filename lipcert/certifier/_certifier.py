@@ -122,7 +122,7 @@ class Certifier:
         if not isinstance(eps, CertifySettings):
             eps = settings_of(CertifySettings, eps, method, **settings)
         if eps.method == SMOOTHING:
-            raise InputError("method smoothing has a separate certifier, lipcert.smoothing.Smoothing")
+            raise InputError("method smoothing has a certifier of its own; make that: lipcert.smoothing.Smoothing")
         check_noise(model)
         self.settings = eps
         self.eps, self.method, self.dtype = eps.eps, eps.method, eps.dtype
