@@ -8,16 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markupsafe import Markup
 
 from lipcert.report._markdown import MARK, Document, slug
+from lipcert.report._words import TEMPLATES
 
-_TEMPLATES = Environment(loader=PackageLoader("lipcert", "assets"), autoescape=True)
-_TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False}
+TEMPLATES.policies["json.dumps_kwargs"] = {"allow_nan": False}
 
 
 def to_html(document: Document) -> str:
@@ -50,7 +49,7 @@ def to_html(document: Document) -> str:
         r"<p>(<figure.*?</figure>)</p>", r"\1", reader.renderer.render(tokens, reader.options, {}), flags=re.S
     )
     body = body.replace(" %", "\u00a0%")
-    page = _TEMPLATES.get_template("report.html")
+    page = TEMPLATES.get_template("report.html")
     return page.render(mark=Markup(MARK), title=document.title, body=Markup(body), curves=document.curves) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from jinja2 import Environment, PackageLoader, select_autoescape
 from timm import is_model
 from timm.data import ImageNetInfo
 
@@ -14,58 +15,24 @@ from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run
 from lipcert.settings import shown
 
+TEMPLATES = Environment(loader=PackageLoader("lipcert", "assets"), autoescape=select_autoescape())
 IMAGENET = 1000  # classes of ImageNet-1k
 _EVIDENCE = {"rounding": "round-off"}
-
-_INSIDE = (
-    "A certified radius r of a run with --at means: every value of that module's output at an ℓ2 distance smaller than "
-    "r from the one at the image leads to the same class. It says nothing about perturbations of the pixels."
-)
-_RADIUS = (
-    "A certified radius r means: every image in [0, 1] at an ℓ2 distance smaller than r from the certified one is "
-    "predicted as the same class. Distances are measured on pixels, before normalisation."
-)
-_NETWORK = (
-    "It is valid for a forward pass in the stated dtype, round-off included, or for exact arithmetic; in the latter "
-    "case round-off of a deployed forward pass is not covered.",
-    "deterministic: no random number enters the bound. probabilistic, δ: it is false with probability at most δ per "
-    "image, over random start vectors that lipcert draws.",
-)
-_SMOOTHED = (
-    "smoothed(σ): the certificate is about the smoothed classifier, another function than the network. It returns the "
-    "class that the network predicts most often under Gaussian noise of standard deviation σ on the pixels. "
-    "Nothing is certified about the network without noise.",
-    "To use the smoothed classifier, draw many noisy images for each prediction, and abstain where no class wins "
-    "clearly. The network is sampled in the stated dtype, or else in that of its weights.",
-    "probabilistic, δ, of a smoothed classifier: over the draws of the noise, a radius is too large with probability "
-    "at most δ per image. Draws are pseudo-random and rounded; we assume, and do not prove, that this has no effect.",
-)
-_COMMON = (
-    "proved: by a theorem, round-off of the computation included. checked: tested at the image by changing values as "
-    "round-off can, and not proved. assumed: neither, such as that pseudo-random numbers are as good as random ones. "
-    "What is assumed of torch and the machine stands in the summary of the run.",
-    "Percentages count these images. Confidence intervals (Wilson, 95 %) are for the population that the images are "
-    "a random sample of.",
-    "In other norms: a perturbation of d values that are each at most t has an ℓ2 norm of at most t√d, so a radius r "
-    "also holds in ℓ∞ up to r/√d.",
-    "A certificate does not say that the prediction is correct, and nothing about changes that are large in ℓ2.",
-    "Accuracy under attack is an upper bound on the robust accuracy: an attack that fails proves nothing.",
-)
 
 
 def promises(runs: Sequence[Run]) -> list[str]:
     """What the results of the runs guarantee and what they do not, one paragraph each."""
-    kinds = {run.smoothed for run in runs}
-    inside = [run.inside for run in runs]
-    texts = [
-        *([] if all(inside) else [_RADIUS]),
-        *([_INSIDE] if any(inside) else []),
-        *(_NETWORK if False in kinds else ()),
-        *(_SMOOTHED if True in kinds else ()),
-    ]
-    if len(kinds) > 1:
-        texts.append("A network and its smoothed classifier are two functions: never add up their certificates.")
-    return [*texts, *_COMMON]
+    text = TEMPLATES.get_template("promises.md").render(
+        pixels=not all(run.inside for run in runs),
+        inside=any(run.inside for run in runs),
+        network=not all(run.smoothed for run in runs),
+        smoothed=any(run.smoothed for run in runs),
+        deterministic=any(not run.delta for run in runs),
+        probabilistic=any(run.delta and not run.smoothed for run in runs),
+        words={word for run in runs for found in run.evidence.values() for word in found},
+        attacked=any(run.attacked for run in runs),
+    )
+    return [line for line in text.splitlines() if line]
 
 
 def right(run: Run) -> str:

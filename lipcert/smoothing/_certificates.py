@@ -51,7 +51,7 @@ class SmoothedCertificates(Certificates):
     def entries(self, i: int) -> dict[str, Any]:
         """Additional entries of the row of image i."""
         return {
-            **dict(zip(EVIDENCE, (None, "assumed", "assumed"), strict=True)),
+            **dict(zip(EVIDENCE, (None, "checked", "assumed"), strict=True)),
             "holds_for": self.holds_for,
             "abstained": bool(self.abstained[i]),
             "count": int(self.count[i]),
