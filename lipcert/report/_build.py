@@ -283,7 +283,7 @@ def sentence(run: Run, eps: Eps) -> str:
         text += f", and abstains on {run.abstained}." if run.smoothed else "."
     if run.attacked:
         surviving = share(run.surviving_at(value), count, False)
-        text += f" Under {run.attack}, {surviving} remain so; robust accuracy lies between."
+        text += f" Under {run.attack}, {surviving} remain so; the robust share lies between."
     if run.smoothed:
         text += " The smoothed classifier returns the class that the network predicts most often under Gaussian noise "
         text += f"of σ = {run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
@@ -418,7 +418,7 @@ def _caption(runs: Sequence[Run]) -> str:
         text += f" Dotted: {listed(sorted({right(run) for run in runs if run.labelled}))}."
     if any(run.stopped for run in runs):
         text += " Hatched: above the largest ε of a run that stops at the verdict; larger radii were not computed."
-    return f"{text} The robust accuracy lies between the solid line and the others."
+    return f"{text} What is robust lies between the solid line and the others."
 
 
 def _radii_caption(runs: Sequence[Run]) -> str:

@@ -55,9 +55,10 @@ class Run(Tally):
             self.notes.append(f"{path}: the last row is half-written and left out")
         if not self.complete:
             order = "of a random order" if self.sampled else "in the order of the data, so there are no intervals"
-            self.notes.append(f"{path}: the run did not finish; these are its first {len(rows)} images, {order}")
+            images = f"{len(rows)} image{'s' * (len(rows) != 1)}"
+            self.notes.append(f"{path}: the run did not finish; these are its first {images}, {order}")
         if part := re.fullmatch(r".+\.shard-(\d+)-of-(\d+)", path.stem):
-            self.notes.append(f"{path}: part {part[1]} of {part[2]} of a run, whose images may not be like the others")
+            self.notes.append(f"{path}: part {part[1]} of {part[2]} of a run")
 
     @property
     def complete(self) -> bool:
@@ -70,7 +71,9 @@ class Run(Tally):
         data, limit = self.summary.get("data") or {}, self.summary.get("limit")
         if self.complete or type(total := data.get("images")) is not int:
             return self.complete
-        order = [index for index in order_of(total, limit) if index not in (data.get("removed") or ())]
+        kept_out = (self.summary.get("sigma_choice") or {}).get("indices") or ()
+        left_out = {*(data.get("removed") or ()), *kept_out}
+        order = [index for index in order_of(total, limit) if index not in left_out]
         return {row["index"] for row in self.rows} == {*order[: len(self)]}
 
     def interval(self, part: int) -> str:
