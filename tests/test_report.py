@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from lipcert.inputs.data import order_of
 from lipcert.report import _build, _card, _figures, model_card, read_runs, remarks, to_html, write
 from lipcert.report._curves import share_above, span
 from lipcert.report._words import promises, radius
-from lipcert.results import wilson
+from lipcert.results import same_logits, wilson
+from lipcert.results._rows import thinned
 
 EPS = 0.1
 ATTACK = {"name": "PGD-ℓ2", "version": "1.0", "settings": {"steps": 5, "restarts": 2}}
@@ -537,6 +539,35 @@ def test_machine_output_holds_numbers(results):
     assert columns <= lines[0].keys()
     assert "up to ε/√d = 0.00721" in run(path, "--linf").stdout
     assert "up to ε/√d" not in run(path).stdout
+
+
+def test_json_and_summary_say_what_the_table_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["certify", "digits-vit", "--method", "gloro", "--eps", "36/255,0.5", "--limit", "3", "--out", "r.jsonl"]
+    started = time.monotonic()
+    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    elapsed = time.monotonic() - started
+    rows = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
+    summary = json.loads(Path("r.summary.json").read_text())
+    assert {found["rigor"]} == {summary["rigor"]} == {one["rigor"] for one in rows} == {"deterministic"}
+    assert found["rigor_asked"] == "probabilistic"
+    assert found["facts"] == json.loads(run("r.jsonl", "--json").stdout)[0] | {"seconds": found["seconds"]}
+    assert found["facts"]["model"] == dict(line.split("\t", 1) for line in run("r.jsonl").stdout.splitlines())["model"]
+    assert 0 < found["seconds"] < elapsed
+    assert found["counts"]["cpu_seconds"] == sum(one["seconds"] for one in rows)
+    assert "example_logits" not in found
+    assert len(json.dumps(summary["example_logits"])) < 4000
+    (again,) = read_runs(["r.jsonl"])
+    assert again.settings().rigor == "probabilistic"
+    assert {(one["norms"], one["rounding"], one["sampling"]) for one in rows} == {("proved", "proved", None)}
+
+
+def test_logits_of_many_classes_are_few_and_tell_networks_apart():
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)).tolist()
+    assert all(len(one) <= 32 for one in thinned(logits))
+    assert thinned(thinned(logits)) == thinned(logits)
+    assert same_logits(logits, thinned(logits))
+    assert not same_logits([[1.1 * z for z in one] for one in logits], thinned(logits))
 
 
 def test_the_code_of_a_card_certifies_as_the_run_did(results, tmp_path):

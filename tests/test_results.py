@@ -254,6 +254,23 @@ def test_a_file_has_one_writer_and_a_summary_of_its_own(tmp_path):
         ResultFile(tmp_path / "run.v1", RUN)
 
 
+def test_the_seconds_of_a_run_are_those_of_all_its_starts(tmp_path):
+    """They are not known of a run that was killed, whose last start nobody has timed."""
+
+    def stated():
+        return json.loads((tmp_path / "r.summary.json").read_text())["seconds"]
+
+    path = written(tmp_path / "r.jsonl", [1])
+    first = stated()
+    written(path, [2])
+    assert 0 < first < stated()
+    killed = ResultFile(path, RUN)
+    assert stated() is None
+    killed._close()
+    written(path, [3])
+    assert stated() is None
+
+
 def test_without_locks_two_processes_do_not_mix_rows(tmp_path, monkeypatch):
     """The first to write a row keeps the file, with its summary; the other ends with a line."""
     if (fcntl := _files.fcntl) is not None:
