@@ -182,12 +182,6 @@ def _variance(r: random.Random) -> Any:
     return lambda input, dim: torch.var(input, dim, correction=correction, keepdim=keepdim), given
 
 
-def _length(r: random.Random) -> Any:
-    count = r.randrange(2, 4)
-    given = {"x": operand(r, *sizes(r, count)), "ord": r.choice([2, 2, 2, 1, math.inf, 0.5])}
-    return torch.linalg.vector_norm, {**given, "dim": dims(r, count + 1), "keepdim": r.choice([True, False])}
-
-
 def _norm(r: random.Random) -> Any:
     count = r.randrange(2, 4)
     given = {"input": operand(r, *sizes(r, count)), "p": r.choice(["fro", 2, 1])}
@@ -327,11 +321,6 @@ def _padded(r: random.Random) -> Any:
     pad = tuple(r.choice([-1, 0, 0, 1, 2]) for _ in range(r.choice([2, 4])))
     given = {"input": operand(r, *sizes(r, 3)), "pad": pad, "mode": mode}
     return F.pad, given | ({"value": r.choice([0.0, -1.0, 2.5])} if mode == "constant" else {})
-
-
-def _constant_padded(r: random.Random) -> Any:
-    pad = [r.choice([-1, 0, 1, 2]) for _ in range(r.choice([2, 4]))]
-    return torch.constant_pad_nd, {"input": operand(r, *sizes(r, 2)), "pad": pad, "value": r.choice([0.0, -1.0, 2.5])}
 
 
 def _joined(function: Callable[..., Any]) -> Draw:
@@ -476,8 +465,6 @@ DRAWS: dict[str, Draw] = {
     **{name: _entrywise(function) for name, function in _ENTRYWISE.items()},
     "gelu": _gelu,
     "leaky_relu": _entrywise(F.leaky_relu, negative_slope=[-1.5, -0.2, 0.0, 0.01, 1.0, 2.0]),
-    "elu": _entrywise(F.elu, alpha=[-1.0, 0.0, 0.5, 1.0, 3.0]),
-    "softplus": _entrywise(F.softplus, beta=[-1.0, 0.5, 1.0, 2.0], threshold=[0.0, 5.0, 20.0, 50.0]),
     "hardtanh": _entrywise(F.hardtanh, min_val=[-1.0, 0.0, 0.2], max_val=[0.2, 1.0, 3.0]),
     "clamp": _clamp,
     "dropout": _entrywise(F.dropout, p=[0.0, 0.5, 1.0], training=[False, False, True]),
@@ -493,28 +480,25 @@ DRAWS: dict[str, Draw] = {
     "mean": _reduced(torch.mean, keepdim=_FLAGS),
     "amax": _reduced(torch.amax, keepdim=_FLAGS),
     "amin": _reduced(torch.amin, keepdim=_FLAGS),
-    "logsumexp": _reduced(torch.logsumexp, keepdim=_FLAGS),
     "softmax": _reduced(torch.softmax, several=False),
     "var": _variance,
-    "linalg_vector_norm": _length,
     "norm": _norm,
     "linear": _linear,
     "matmul": _matmul,
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
     **{f"conv{n}d": _convolution(n, False) for n in (1, 2, 3)},
-    **{f"conv_transpose{n}d": _convolution(n, True) for n in (1, 2, 3)},
+    "conv_transpose2d": _convolution(2, True),
     "batch_norm": _batch_norm,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "normalize": _normalize,
-    **{f"avg_pool{n}d": _pool(n, False) for n in (1, 2, 3)},
-    **{f"max_pool{n}d": _pool(n, True) for n in (1, 2, 3)},
-    **{f"adaptive_avg_pool{n}d": _adaptive(n, False) for n in (1, 2, 3)},
-    **{f"adaptive_max_pool{n}d": _adaptive(n, True) for n in (1, 2, 3)},
+    **{f"avg_pool{n}d": _pool(n, False) for n in (1, 2)},
+    "max_pool2d": _pool(2, True),
+    "adaptive_avg_pool2d": _adaptive(2, False),
+    "adaptive_max_pool2d": _adaptive(2, True),
     "pad": _padded,
-    "constant_pad_nd": _constant_padded,
     "cat": _joined(torch.cat),
     "stack": _joined(torch.stack),
     "reshape": _moved(torch.flatten, lambda r, n: {"start_dim": r.randrange(1, n), "end_dim": -1}),
@@ -546,10 +530,6 @@ DRAWS: dict[str, Draw] = {
     "setitem": _written,
     "split": _pieces(torch.split, lambda r: {"split_size_or_sections": r.choice([1, 2, 3])}),
     "chunk": _pieces(torch.chunk, lambda r: {"chunks": r.choice([1, 2, 3])}),
-    "tensor_split": _pieces(torch.tensor_split, lambda r: {"sections": r.choice([1, 2, 3])}),
-    "split_with_sizes": _pieces(
-        torch.split_with_sizes, lambda r: {"split_sizes": r.choice([[1, 1], [2], [0, 2], [3]])}
-    ),
     "unbind": _pieces(torch.unbind, lambda r: {}),
     "interpolate": _interpolated,
     "unfold": _unfolded,
@@ -560,19 +540,6 @@ DRAWS: dict[str, Draw] = {
     ),
     "lstm": _lstm,
     "prelu": _parametric,
-    "softshrink": _entrywise(F.softshrink, lambd=[0.0, 0.3, 0.5]),
-    "tanhshrink": _entrywise(F.tanhshrink),
-    "selu": _entrywise(F.selu),
-    "celu": _entrywise(F.celu, alpha=[-1.0, 0.5, 1.0, 2.0]),
-    "rrelu": _entrywise(F.rrelu, lower=[-0.5, 0.125], upper=[0.3, 1.5]),
-    "threshold": _entrywise(F.threshold, threshold=[0.3, 0.0], value=[0.3, 0.0, -1.0]),
-    "sort": _reduced(lambda *placed, **named: torch.sort(*placed, **named)[0], several=False, descending=_FLAGS),
-    "topk": _moved(
-        lambda *placed, **named: torch.topk(*placed, **named)[0],
-        lambda r, n: {"k": r.choice([0, 1, 2]), "dim": dims(r, n, several=False), "largest": r.choice(_FLAGS)},
-    ),
-    "log_softmax": _reduced(torch.log_softmax, several=False),
-    "glu": _moved(F.glu, lambda r, n: {"dim": dims(r, n, several=False)}),
     "where": _chosen,
     "masked_fill": _filled,
 }  # fmt: skip

@@ -41,7 +41,6 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "square": (torch.square, 2),
     "maximum": (lambda x: torch.maximum(*_pairs(x)), 1),
     "product": (lambda x: torch.mul(*_pairs(x)), 2),
-    "sort": (lambda x: x.sort(1).values, 1),
     "norm": (lambda x: torch.stack(_pairs(x), 2).norm(dim=2), 1),
     "amax": (lambda x: torch.stack(_pairs(x), 2).amax(2), 1),
     "matmul": (lambda x: (x[:, None, ::2].mT @ x[:, None, 1::2]).flatten(1), 2),

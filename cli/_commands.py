@@ -80,7 +80,6 @@ _EXAMPLES = {
     """,
     "models": """
         lipcert models
-        lipcert models vit_tiny_patch16_224
         lipcert models cifar10-vit --json
     """,
 }

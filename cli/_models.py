@@ -1,4 +1,4 @@
-"""``lipcert models``: the checkpoints that come with lipcert, and what is covered of an architecture of timm."""
+"""``lipcert models``: the checkpoints that come with lipcert."""
 
 import dataclasses
 import difflib
@@ -8,10 +8,9 @@ import typer
 
 from lipcert.errors import InputError
 from lipcert.inputs.checkpoints import Checkpoint, checkpoints
-from lipcert.inputs.zoo import Architecture, architectures, roundings
 
 from ._options import AsJson
-from ._print import busy, command, percent, print_facts, print_json, print_table, say
+from ._print import busy, percent, print_json, print_table, say
 
 _COLUMNS = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method")
 
@@ -21,31 +20,17 @@ def models(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="An architecture of timm, or a checkpoint that comes with lipcert; by default all of these.",
+            help="A checkpoint that comes with lipcert; by default all of them.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the certified checkpoints that come with lipcert, or show what works on one architecture of timm."""
+    """List the certified checkpoints that come with lipcert; of a single one, show its training too."""
     entries = [one for one in checkpoints() if name in (None, one.name)]
-    if entries:
-        _show_checkpoints(entries, as_json)
-        return
-    known, name = architectures(), str(name).partition(".")[0]
-    if name not in known:
-        names = [*known, *(one.name for one in checkpoints())]
-        close = [one for one in names if one.startswith(name)][:3] or difflib.get_close_matches(name, names)
-        more = f"; did you mean {' or '.join(close)}?" if close else "; lipcert inspect MODEL looks at any model"
-        raise InputError(f"no architecture or checkpoint is called {name}{more}")
-    one = known[name]
-    if as_json:
-        print_json({**dataclasses.asdict(one), "covered": one.covered, "certificates": one.certificates})
-    else:
-        print_facts(_facts(one))
-
-
-def _show_checkpoints(entries: list[Checkpoint], as_json: bool) -> None:
-    """Shows checkpoints; for a single one also its training."""
+    if not entries:
+        close = difflib.get_close_matches(str(name), [one.name for one in checkpoints()])
+        more = f"did you mean {' or '.join(close)}?" if close else "lipcert inspect MODEL looks at any model"
+        raise InputError(f"no checkpoint that comes with lipcert is called {name}; {more}")
     if as_json:
         print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in entries])
         return
@@ -67,32 +52,6 @@ def _show_checkpoints(entries: list[Checkpoint], as_json: bool) -> None:
         say(f"model card: {entries[0].card}")
         for line in entries[0].trained:
             say(f"training: {line}")
-
-
-def _facts(one: Architecture) -> list[tuple[str, str]]:
-    changed = [("convert replaces", f"{was} by {new}") for was, new in (*one.attention, *one.norms)]
-    return [
-        ("architecture", one.name),
-        ("family", one.family),
-        ("parameters", _short(one.parameters)),
-        ("global bound", f"none: {one.reason}" if one.reason else "has rules"),
-        ("methods with rules", ", ".join(one.certificates) or "none"),
-        *([("not linearised", one.linearised_reason)] if one.linearised_reason else []),
-        *_formats(one.family),
-        *changed,
-        *(("convert keeps", f"{was}: {why}") for was, why in one.kept),
-        ("next", command("convert" if one.attention else "inspect", one.name)),
-    ]
-
-
-def _formats(family: str) -> list[tuple[str, str]]:
-    """In which formats the smallest architecture of a file of timm has bounds on rounding, and why not in others."""
-    name, reasons = roundings().get(family, ("", {}))
-    works = ", ".join(dtype for dtype, reason in reasons.items() if not reason)
-    return [
-        *([("--dtype", f"{works} (seen on {name})")] if works else []),
-        *((f"--dtype {dtype}", f"none: {reason} (seen on {name})") for dtype, reason in reasons.items() if reason),
-    ]
 
 
 def _short(count: int) -> str:

@@ -324,13 +324,11 @@ SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: (8 * x).softmax(1),
     "var": lambda x: x.var(1),
     "norm": lambda x: x.norm(dim=1),
-    "max_pool1d": lambda x: nn.functional.max_pool1d(x[:, None], 3, 1),
     "layer_norm": lambda x: nn.functional.layer_norm(x, (4,), torch.tensor([3.0, 1, 1, 0.1]).double()),
     "rms_norm": lambda x: nn.functional.rms_norm(x - 0.3, (4,), torch.tensor([3.0, 1, 1, 0.1]).double(), 1e-6),
     "normalize": lambda x: nn.functional.normalize(x - 0.3, dim=1),
     "gelu": lambda x: nn.functional.gelu(3 * x),
     "unbind": lambda x: torch.stack(x.tanh().unbind(1)[::-1], 1),
-    "logsumexp": lambda x: torch.logsumexp(9 * x, 1),
     "softmax of large numbers": lambda x: (300 * x).softmax(1),
     "softmax of two": lambda x: (2 * x.reshape(-1, 2, 2)).softmax(2),
     "softmax along another axis": lambda x: (3 * x.reshape(-1, 2, 2)).softmax(1),
@@ -349,7 +347,6 @@ SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum, both signs": lambda x: torch.einsum("ni,ij->nij", x, torch.stack([SIGNS] * 4)),
     "matmul, both signs": lambda x: x.reshape(-1, 2, 2) @ torch.stack([SIGNS, -SIGNS]),
     "conv1d, both signs": lambda x: nn.functional.conv1d(x[:, None], SIGNS.reshape(1, 1, 2), padding=1),
-    "conv_transpose1d, both signs": lambda x: nn.functional.conv_transpose1d(x[:, None], SIGNS.reshape(1, 1, 2)),
     "sub, its own mirror image": lambda x: torch.sub(x, x.flip(1), alpha=-2),
     "batch_norm, a negative variance": lambda x: nn.functional.batch_norm(
         x, torch.zeros(4).double(), torch.tensor([-0.999e-5, -0.5e-5, 1.0, 0.0]).double(), -torch.ones(4).double()
@@ -403,15 +400,12 @@ AFFINE: dict[str, Callable[[Tensor], Tensor]] = {
         x.reshape(-1, 4, 1, 1).repeat(1, 25, 2, 2), _random(9, 100, 3, 3), padding=1
     ),
     "conv1d, an image as kernel": lambda x: nn.functional.conv1d(_random(1, 1, 300), x.reshape(1, 1, 4)),
-    "conv_transpose1d": lambda x: nn.functional.conv_transpose1d(x.repeat(1, 50)[:, None], _random(1, 2, 150)),
     "mean": lambda x: x.repeat(1, 100).mean(1),
     "sum": lambda x: x.repeat(1, 100).sum(1),
     "an entry read many times": lambda x: x.repeat(1, 100)[:, torch.zeros(400, dtype=torch.long)],
     "an entry repeated many times": lambda x: x.repeat(1, 100).repeat_interleave(torch.tensor([300] + [1] * 399), 1),
     "pad, replicated": lambda x: nn.functional.pad(x.repeat(1, 100)[:, None], (300, 0), mode="replicate"),
     "avg_pool2d": lambda x: nn.functional.avg_pool2d(x.repeat(1, 36).reshape(-1, 1, 12, 12), 11, 1, 5),
-    "adaptive_avg_pool1d": lambda x: nn.functional.adaptive_avg_pool1d(x.repeat(1, 50)[:, None], 3),
-    "adaptive_avg_pool1d, more": lambda x: nn.functional.adaptive_avg_pool1d(x[:, None], 150),
     "interpolate": lambda x: nn.functional.interpolate(x.reshape(-1, 1, 2, 2), (30, 40), mode="bicubic"),
     "interpolate, antialiased": lambda x: nn.functional.interpolate(
         x.repeat(1, 100).reshape(-1, 1, 20, 20), (2, 30), mode="bicubic", antialias=True

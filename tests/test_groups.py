@@ -26,7 +26,6 @@ def random(*shape):
 # Groups without entries: what a rule says of a group (a sum of 1, a smallest entry) is false of nothing.
 
 EMPTY = {
-    "logsumexp, clamped": lambda t: torch.logsumexp(1 + t[:, :, :0], -1, keepdim=True).clamp(min=0.0),
     "the sum of a softmax": lambda t: F.softmax(t[:, :, :0], -1).sum(-1, keepdim=True),
     "attention written out": lambda t: F.softmax(t @ t[:, :0].mT, -1) @ (1 + t[:, :0]),
     "fused attention": lambda t: F.scaled_dot_product_attention(t, t[:, :0], 1 + t[:, :0]),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
@@ -13,123 +10,36 @@ import torch
 from typer.testing import CliRunner
 
 import lipcert
-from benchmarks import make_zoo_table
+from benchmarks import zoo_operations
 from lipcert.bounds import Remainder, Value, box, remainder, rounding, rule
 from lipcert.bounds._registry import RULES, key_of
 from lipcert.bounds.testing import check_rule
 from lipcert.cli import app
 from lipcert.errors import InputError
-from lipcert.inputs import zoo
-from lipcert.surgery._swap import plan
-
-CONTENT = {
-    "timm": "1.0.0",
-    "texts": [
-        "vision_transformer",
-        "",
-        "sort at head",
-        "LayerNorm",
-        "SmoothProject",
-        "Attention",
-        "L2Attention",
-        "why",
-    ],
-    "rows": [
-        ["vit_tiny_patch16_224", 0, 5717416, 1, 1, 1, [[5, 6]], [[3, 4]], []],
-        ["vit_small_patch16_224", 0, 22050664, 1, 1, 2, [[5, 6]], [[3, 4]], [[5, 7]]],
-        ["vit_base_patch16_224", 0, 86567656, 1, 2, 1, [], [], []],
-    ],
-}
+from lipcert.inputs.sources import architectures
 
 
-@pytest.fixture
-def small_table(tmp_path, monkeypatch):
-    path = tmp_path / "zoo.json"
-    path.write_text(json.dumps(CONTENT))
-    monkeypatch.setattr(zoo, "TABLE", path)
-    zoo.architectures.cache_clear()
-    yield
-    zoo.architectures.cache_clear()
-
-
-def test_what_the_table_says_of_each(small_table) -> None:
-    tiny, small, base = (zoo.architectures()[f"vit_{size}_patch16_224"] for size in ("tiny", "small", "base"))
-    assert tiny.covered
-    assert tiny.certificates == ("global", "gloro", "local", "lofast", "anchored")
-    assert small.certificates == ("global", "gloro", "local")
-    assert small.kept == (("Attention", "why"),)
-    assert not base.covered
-    assert base.certificates == ()
-    assert base.reason == "sort at head"
-
-
-def test_the_command_shows_one_architecture(small_table, monkeypatch) -> None:
-    found = {"vision_transformer": ("test_vit", {"float32": "", "float16": "no rule"})}
-    monkeypatch.setattr("lipcert.cli._models.roundings", lambda: found)
-    shown = CliRunner().invoke(app, ["models", "vit_small_patch16_224.augreg_in1k"]).stdout
-    assert dict(line.split("\t") for line in shown.splitlines()) == {
-        "architecture": "vit_small_patch16_224",
-        "family": "vision_transformer",
-        "parameters": "22.1M",
-        "global bound": "has rules",
-        "methods with rules": "global, gloro, local",
-        "not linearised": "sort at head",
-        "--dtype": "float32 (seen on test_vit)",
-        "--dtype float16": "none: no rule (seen on test_vit)",
-        "convert replaces": "LayerNorm by SmoothProject",
-        "convert keeps": "Attention: why",
-        "next": "lipcert convert vit_small_patch16_224",
-    }
-    one = json.loads(CliRunner().invoke(app, ["models", "vit_base_patch16_224", "--json"]).stdout)
-    assert (one["reason"], one["covered"]) == ("sort at head", False)
-    wrong = CliRunner().invoke(app, ["models", "vit_tiny_patch16_225"])
+def test_the_command_knows_checkpoints_only() -> None:
+    wrong = CliRunner().invoke(app, ["models", "cifar10-vitt"])
     assert wrong.exit_code == 2
-    assert "did you mean vit_tiny_patch16_224" in wrong.stderr.replace("\n", " ")
+    assert "did you mean cifar10-vit" in wrong.stderr.replace("\n", " ")
+    wrong = CliRunner().invoke(app, ["models", "vit_tiny_patch16_224"])
+    assert wrong.exit_code == 2
+    assert "lipcert inspect" in wrong.stderr.replace("\n", " ")
 
 
-def test_the_shipped_table_speaks_of_what_surgery_does() -> None:
-    known = zoo.architectures()
-    if "vit_tiny_patch16_224" not in known:
-        pytest.skip("the table does not hold this architecture")
-    with torch.device("meta"):
-        edits, _ = plan(timm.create_model("vit_tiny_patch16_224"), attention="l2", norm="smooth")
-    swapped = {(edit.was.__name__, type(edit.new).__name__) for edit in edits if edit.new is not None}
-    assert swapped == {*known["vit_tiny_patch16_224"].attention, *known["vit_tiny_patch16_224"].norms}
+def test_names_are_read_from_the_code() -> None:
+    assert set(timm.list_models()) <= architectures()
 
 
-def test_every_architecture_of_this_timm_is_answered_with_a_bound() -> None:
-    if json.loads(zoo.TABLE.read_text())["timm"] != timm.__version__:
-        pytest.skip("the table was made with another timm")
-    found = zoo.architectures()
-    assert set(timm.list_models()) <= found.keys()
-    assert [(one.name, one.reason) for one in found.values() if not one.covered] == []
-    sets = json.loads((Path(__file__).parent.parent / "benchmarks" / "zoo_sets.json").read_text())
-    assert len(sets["signatures"]) == 338
-    assert {*sets["signatures"], *sets["smallest"]} <= found.keys()
-
-
-def test_the_script_makes_what_is_shipped(tmp_path: Path) -> None:
-    content = json.loads(zoo.TABLE.read_text())
-    if content["timm"] != timm.__version__:
-        pytest.skip("the table was made with another timm")
-    names = ["test_efficientnet_gn", "test_mambaout", "test_vit3", "tiny_vit_5m_224"]
-    rows = make_zoo_table.describe_all(names, tmp_path)
-    found = make_zoo_table.answer_all(rows, tmp_path, resume=False, limit=math.inf)
-    made = tmp_path / "zoo.json"
-    make_zoo_table.write(make_zoo_table.table(rows, found), made)
-
-    def in_words(table: dict[str, Any]) -> dict[str, list[Any]]:
-        """Rows with texts in place of their numbers, in the places that hold such."""
-        texts = table["texts"]
-        return {
-            row[0]: [texts[row[1]], *row[2:4], texts[row[4]], texts[row[5]]]
-            + [[(texts[a], texts[b]) for a, b in pairs] for pairs in row[6:]]
-            for row in table["rows"]
-        }
-
-    shipped, anew = in_words(content), in_words(json.loads(made.read_text()))
-    assert anew == {name: shipped[name] for name in names}
-    assert anew["tiny_vit_5m_224"][-1] == [("Attention", "normalises its own input")]
+def test_operations_of_architectures_are_listed(tmp_path: Path) -> None:
+    names = ["test_efficientnet_gn", "test_vit3"]
+    rows = zoo_operations.describe_all(names, tmp_path)
+    assert zoo_operations.describe_all(names, tmp_path) == rows  # an interrupted run goes on
+    assert all(rows[name]["logits"] for name in names)
+    listed = zoo_operations.operations(rows)
+    assert "| gelu | 1 | 0 |" in listed
+    assert "group_norm" not in listed.partition("rules that none needs")[2]
 
 
 def test_networks_without_a_classifier_can_be_inspected() -> None:

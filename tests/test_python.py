@@ -123,7 +123,7 @@ REGISTERED = "assert timm.is_model('liresnet_l6w128') and timm.is_model('certvit
 FIRST = (
     f"import timm, lipcert.networks; {REGISTERED}",
     f"import lipcert; lipcert.load; import timm; {REGISTERED}",
-    "from lipcert.inputs.zoo import architectures; assert 'lipnext_l8w128' in architectures()",
+    "from lipcert.inputs.sources import architectures; assert 'lipnext_l8w128' in architectures()",
     "import lipcert, timm; assert type(lipcert.convert(timm.create_model('test_vit'))) is lipcert.Model",
 )
 

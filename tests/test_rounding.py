@@ -144,15 +144,9 @@ OPERATIONS: dict[str, nn.Module] = {
     "pad": Function(lambda x: F.pad(x, (1, 1), value=0.3)),
     "leaky_relu": nn.LeakyReLU(0.3),
     "prelu": nn.PReLU(4, 0.3).double(),
-    "softshrink": nn.Softshrink(0.3),
-    "sort": Function(lambda x: x.sort(-1).values),
-    "log_softmax": nn.LogSoftmax(-1),
-    "log_softmax, long": nn.Sequential(nn.Flatten(), nn.LogSoftmax(-1)),
     "gelu": nn.GELU(),
     "gelu, tanh": nn.GELU("tanh"),
     **{str(key_of(function)): Function(function) for function in ACTIVATIONS if not isinstance(function, str)},
-    "elu": nn.ELU(),
-    "softplus": nn.Softplus(),
     "softmax": nn.Softmax(-1),
     "softmax, long": nn.Sequential(nn.Flatten(), nn.Softmax(-1)),
     "layer_norm": norm_layer(nn.LayerNorm(6)),
@@ -162,7 +156,6 @@ OPERATIONS: dict[str, nn.Module] = {
     "normalize": Function(lambda x: F.normalize(x, dim=-1)),
     "normalize, channels": Function(lambda x: F.normalize(x, dim=1, eps=1e-5)),
     "norm": Function(lambda x: x.norm(p=2, dim=(2, 3), keepdim=True)),
-    "vector_norm": Function(lambda x: torch.linalg.vector_norm(x, dim=1)),
     "pow, number": Function(lambda x: 3**x),
     "sqrt": Function(lambda x: (x.square() + 0.1).sqrt()),
     "rsqrt": Function(lambda x: (x.square() + 0.1).rsqrt()),
@@ -181,7 +174,7 @@ OPERATIONS: dict[str, nn.Module] = {
     "minimum": Function(both(torch.minimum)),
     "ClippedMaxMin": clipping(ClippedMaxMin(0.3, -0.1)),
 }
-EXACT = {"relu", "relu6", "sort", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold", "interpolate, nearest",
+EXACT = {"relu", "max_pool2d", "MaxMin", "maximum", "minimum", "unfold", "interpolate, nearest",
          "setitem, both"}  # fmt: skip
 
 

@@ -151,7 +151,7 @@ def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progres
 
 # Operations without a rule whose unused results are harmless: torch.max also returns the indices of the largest
 # entries.
-_HARMLESS = frozenset(("argmax", "argmin", "argsort", "part"))
+_HARMLESS = frozenset(("argmax", "argmin", "part"))
 
 
 def _check_unused(graph: Graph) -> None:

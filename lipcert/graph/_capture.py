@@ -272,7 +272,7 @@ class _Recorder:
                 self.computed.remember(function, (), {}, outcome)
             return outcome
         if target is None and (parts := parts_of(op)) is not None:
-            composed = self.composed(parts, function, args, kwargs, outcome)
+            composed = self.composed(parts, args, kwargs, outcome)
             if composed is not NotImplemented:
                 return composed
         node_args, node_kwargs = _nodes((args, kwargs))
@@ -300,29 +300,17 @@ class _Recorder:
         return wrapped
 
     def composed(
-        self,
-        parts: Callable[..., Any],
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outcome: Any,
+        self, parts: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], outcome: Tensor
     ) -> Any:
         """Records a function as its parts; ``outcome`` is the function's own result, which the network reads on."""
         with self.computed or nullcontext():
             result = parts(*args, **kwargs)
         if result is NotImplemented:
             return result
-        first = outcome if isinstance(outcome, Tensor) else outcome[0]
-        if result.tensor.shape != first.shape:
+        if result.tensor.shape != outcome.shape:
             raise self.refusal(f"arguments of {getattr(parts, '__name__', 'a function')}")
-        result.tensor = first
-        if first is outcome:
-            return result
-        node_args, node_kwargs = _nodes((args, kwargs))
-        places = Node(
-            "argsort", lambda *positional, **named: function(*positional, **named)[1], node_args, node_kwargs, self.path
-        )
-        return type(outcome)((result, self.wrap(outcome[1], places)))
+        result.tensor = outcome
+        return result
 
     def run(self, module: nn.Module, images: Tensor) -> Any:
         """Runs the module on a tracked value. The module may write to ``images``."""

@@ -13,93 +13,20 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 # The code of these functions of torch is itself made of functions that can be recorded.
-_WRITTEN_IN_PYTHON = (F.multi_head_attention_forward, F.softmin)
+_WRITTEN_IN_PYTHON = (F.multi_head_attention_forward,)
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def _glu(x: Tensor, dim: int = -1) -> Tensor:
-    """The first half, gated by the sigmoid of the second."""
-    value, gate = x.chunk(2, dim)
-    return value * gate.sigmoid()
-
-
-def _instance_norm(
-    x: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Group normalisation with one group per channel; with fixed statistics, batch normalisation."""
-    if use_input_stats:
-        return F.group_norm(x, x.shape[1], weight, bias, eps)
-    return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-
-
-def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
-    """Channels (c, r, r) become positions: r × r blocks."""
-    *lead, channels, height, width = x.shape
-    r = upscale_factor
-    moved = x.reshape(-1, channels // (r * r), r, r, height, width).permute(0, 1, 4, 2, 5, 3)
-    return moved.reshape(*lead, channels // (r * r), height * r, width * r)
-
-
 def _pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
-    """The inverse of :func:`_pixel_shuffle`."""
+    """Blocks of r × r positions become channels (c, r, r)."""
     *lead, channels, height, width = x.shape
     r = downscale_factor
     moved = x.reshape(-1, channels, height // r, r, width // r, r).permute(0, 1, 3, 5, 2, 4)
     return moved.reshape(*lead, channels * r * r, height // r, width // r)
-
-
-def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    """Channels (g, c) in the order (c, g)."""
-    return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).transpose(1, 2).reshape(x.shape)
-
-
-def _top(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """The first k entries in descending order, or in ascending order for the smallest."""
-    if not sorted:
-        return NotImplemented
-    return torch.sort(x, dim=dim, descending=largest)[0].narrow(dim, 0, k)
-
-
-def _lp_pool(
-    dims: int, x: Tensor, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False
-) -> Any:
-    """ℓp norms of windows for even p. For p = 1 torch takes no absolute values, so that they are sums.
-
-    With another p, roots of negative sums are NaN.
-
-    torch squares, averages, multiplies and takes the root one after the other: three roundings more than a norm has.
-    Each copy adds one of them to the bound on rounding.
-    """
-    if norm_type not in (1, *range(2, 17, 2)) or ceil_mode or not math.prod(x.shape):
-        return NotImplemented
-    kernel = (kernel_size,) * dims if isinstance(kernel_size, int) else tuple(kernel_size)
-    if norm_type == 1:
-        average: Callable[..., Tensor] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
-        return average(x, kernel, stride) * math.prod(kernel)
-    steps = kernel if stride is None else (stride,) * dims if isinstance(stride, int) else tuple(stride)
-    windows = x
-    for size, step in zip(kernel, steps, strict=True):
-        windows = windows.unfold(-dims, size, step)  # an axis of windows is appended, so the next one is there
-    lengths = torch.linalg.vector_norm(windows.flatten(-dims), norm_type, -1)
-    for _ in range(3):
-        lengths = lengths.clone()
-    return lengths
-
-
-def _constant_pad(x: Tensor, pad: Any, value: float = 0) -> Tensor:
-    return F.pad(x, pad, "constant", value)
 
 
 def _transpose(x: Tensor, *dims: int) -> Tensor:
@@ -116,26 +43,6 @@ def _move_axes(x: Tensor, source: Any, destination: Any) -> Tensor:
     placed = {there % x.dim(): here % x.dim() for here, there in pairs}
     others = iter([axis for axis in range(x.dim()) if axis not in placed.values()])
     return x.permute([placed[axis] if axis in placed else next(others) for axis in range(x.dim())])
-
-
-def _threshold(x: Tensor, threshold: float, value: float, inplace: bool = False) -> Any:
-    """x above the threshold, and the threshold itself elsewhere; with another value it jumps."""
-    return x.clamp(min=threshold) if value == threshold else NotImplemented
-
-
-def _selu(x: Tensor, inplace: bool = False) -> Tensor:
-    """Klambauer et al. 2017: torch's constants are these numbers."""
-    return F.elu(x, 1.6732632423543772848170429916717) * 1.0507009873554804934193349852946
-
-
-def _celu(x: Tensor, alpha: float = 1.0, inplace: bool = False) -> Any:
-    """For α ≤ 0 it grows exponentially for x < 0."""
-    return F.elu(x / alpha) * alpha if alpha > 0 else NotImplemented
-
-
-def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
-    """Outside training the slope is the mean of the limits."""
-    return NotImplemented if training else F.leaky_relu(x, (lower + upper) / 2)
 
 
 def _batch_norm(
@@ -210,23 +117,9 @@ _PARTS: dict[str, Callable[..., Any]] = {
     "addcmul": _addcmul,
     "einsum": _einsum,
     "batch_norm": _batch_norm,
-    "glu": _glu,
-    "instance_norm": _instance_norm,
-    "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,
-    "channel_shuffle": _channel_shuffle,
-    "native_channel_shuffle": _channel_shuffle,
-    "topk": _top,
-    "lp_pool1d": functools.partial(_lp_pool, 1),
-    "lp_pool2d": functools.partial(_lp_pool, 2),
-    "lp_pool3d": functools.partial(_lp_pool, 3),
-    "constant_pad_nd": _constant_pad,
     "transpose": _transpose,
     "movedim": _move_axes,
-    "threshold": _threshold,
-    "selu": _selu,
-    "celu": _celu,
-    "rrelu": _rrelu,
 }
 
 

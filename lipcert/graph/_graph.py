@@ -62,26 +62,21 @@ _SYNONYMS = {
     "cpu": "identity",
     "cuda": "identity",
     "bmm": "matmul",
-    "dropout1d": "dropout",
     "dropout2d": "dropout",
-    "dropout3d": "dropout",
-    "alpha_dropout": "dropout",
-    "feature_dropout": "dropout",
     "select": "getitem",
     "narrow": "getitem",
-    "special_softmax": "softmax",
 }
 
 
 # Modules whose functions work on lists of tensors, or in which users can register functions.
 _ELSEWHERE = ("torch._ops", "torch.foreach")
 # Functions whose arguments, or their order, differ from the function of the same name in torch.nn.functional.
-_OF_ANOTHER_FORM = frozenset((torch.batch_norm, torch._C._nn.elu, torch._C._nn.elu_))
+_OF_ANOTHER_FORM = frozenset((torch.batch_norm,))
 
 # Operations that only rearrange the entries of their operand.
 REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "flip", "roll"))
 # Operations that split a value into a tuple.
-PIECES = frozenset(("split", "chunk", "tensor_split", "split_with_sizes", "unbind"))
+PIECES = frozenset(("split", "chunk", "unbind"))
 
 
 def canonical(function: Callable[..., Any]) -> Any:

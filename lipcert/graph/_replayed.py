@@ -126,7 +126,6 @@ REPLAYED_AS: dict[Any, Callable[..., Any]] = {
 APART: dict[Any, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "max": (("amax", torch.amax), ("argmax", torch.argmax)),
     "min": (("amin", torch.amin), ("argmin", torch.argmin)),
-    "sort": (("sort", lambda *args, **named: torch.sort(*args, **named)[0]), ("argsort", torch.argsort)),
     "lstm": tuple(
         (name, functools.partial(_lstm, i)) for i, name in enumerate(("lstm", "lstm_last_hidden", "lstm_last_cell"))
     ),

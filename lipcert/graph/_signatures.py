@@ -9,7 +9,7 @@ from typing import Any
 # Positional arguments in order; after * the keyword-only ones. Operations on one line share the signature.
 # tests/test_arguments.py compares this table with torch's own signatures.
 _SIGNATURES = """
-abs neg relu relu6 silu mish sigmoid tanh hardsigmoid hardswish softsign log_sigmoid square sqrt rsqrt: input inplace
+abs neg relu silu sigmoid tanh hardsigmoid hardswish log_sigmoid square sqrt rsqrt: input inplace
 exp: input
 add sub rsub: input other * alpha
 mul matmul max min maximum minimum: input other
@@ -20,34 +20,27 @@ sum mean: input dim keepdim * dtype
 amax amin argmax argmin: input dim keepdim
 var: input dim unbiased keepdim * correction
 norm: input p dim keepdim out dtype
-linalg_vector_norm: input ord dim keepdim * dtype
-softmax log_softmax: input dim * dtype _stacklevel
+softmax: input dim * dtype _stacklevel
 prelu: input weight
-softshrink: input lambd
-sort: input dim descending * stable
-logsumexp: input dim keepdim
 linear: input weight bias
 conv1d conv2d conv3d: input weight bias stride padding dilation groups
-conv_transpose1d conv_transpose2d conv_transpose3d: input weight bias stride padding output_padding groups dilation
+conv_transpose2d: input weight bias stride padding output_padding groups dilation
 batch_norm: input running_mean running_var weight bias training momentum eps
 layer_norm: input normalized_shape weight bias eps cudnn_enable
 group_norm: input num_groups weight bias eps cudnn_enabled
 rms_norm: input normalized_shape weight eps
 normalize: input p dim eps out
 avg_pool1d: input kernel_size stride padding ceil_mode count_include_pad
-avg_pool2d avg_pool3d: input kernel_size stride padding ceil_mode count_include_pad divisor_override
-adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d: input output_size
-max_pool1d max_pool2d max_pool3d: input kernel_size stride padding dilation ceil_mode return_indices
-adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d: input output_size return_indices
+avg_pool2d: input kernel_size stride padding ceil_mode count_include_pad divisor_override
+adaptive_avg_pool2d: input output_size
+max_pool2d: input kernel_size stride padding dilation ceil_mode return_indices
+adaptive_max_pool2d: input output_size return_indices
 clamp: input min max
 hardtanh: input min_val max_val inplace
 leaky_relu: input negative_slope inplace
-elu: input alpha inplace
-softplus: input beta threshold
 gelu: input * approximate
 dropout: input p training inplace
 pad: input pad mode value
-constant_pad_nd: input pad value
 cat stack: tensors dim
 lstm lstm_last_hidden lstm_last_cell: input hx params has_biases num_layers dropout train bidirectional batch_first
 setitem: input index value
@@ -70,9 +63,7 @@ swapaxes: input axis0 axis1
 swapdims: input dim0 dim1
 roll: input shifts dims
 split: input split_size_or_sections dim
-split_with_sizes: input split_sizes dim
 chunk: input chunks dim
-tensor_split: input sections dim
 broadcast_to expand: input size
 expand_as view_as reshape_as type_as: input other
 repeat_interleave: input repeats dim
@@ -81,11 +72,7 @@ unfold: input kernel_size dilation padding stride
 unfold_axis: input dimension size step
 fold: input output_size kernel_size dilation padding stride
 einsum: equation
-glu: input dim
-topk: input k dim largest sorted
-pixel_shuffle: input upscale_factor
 pixel_unshuffle: input downscale_factor
-channel_shuffle: input groups
 where: condition input other
 masked_fill: input mask value
 """
@@ -101,7 +88,6 @@ SYNONYMS = {
     "x1": "input",
     "x2": "other",
     "mat2": "other",
-    "indices": "sections",
 }
 
 
@@ -133,7 +119,7 @@ def placed(
     the signature. So operands are in the same order however a network names them. Of functions and modules that are not
     torch's own only the arguments up to the last operand are placed, since rules of users may read the others by name.
     """
-    if not kwargs or "stable" in kwargs:  # with it all further arguments of sort have names
+    if not kwargs:
         return args, kwargs
     ours = isinstance(op, str)
     places = _places(function, op)

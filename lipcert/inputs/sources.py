@@ -19,7 +19,6 @@ import safetensors
 from lipcert.errors import LoadError, shortened
 from lipcert.inputs.checkpoints import ASSETS, path_of
 from lipcert.inputs.files import WEIGHTS, no_file
-from lipcert.inputs.zoo import architectures
 
 BUNDLED = "digits-vit"
 HUB = ("hf-hub:", "hf_hub:")
@@ -97,7 +96,7 @@ class Source:
     def _check_name(self) -> None:
         """Refuses a name that occurs nowhere in timm, without importing it; modules of the user may add names."""
         name = self.architecture
-        if name is not None and "timm" not in sys.modules and name not in architectures() and name not in _words():
+        if name is not None and "timm" not in sys.modules and not re.search(rf"\b{re.escape(name)}\b", _code()):
             raise LoadError(unknown(self.name, architectures()))
 
 
@@ -135,9 +134,16 @@ def unknown(name: str, names: Iterable[str]) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _words() -> frozenset[str]:
-    """All words of the code of timm's models and of lipcert's networks, in which a registered name must occur."""
+def _code() -> str:
+    """The code of timm's models and of lipcert's networks, in which a registered name must occur."""
     timm = find_spec("timm")
     folders = [Path(place) / "models" for place in (timm and timm.submodule_search_locations) or ()]
     files = [file for folder in (*folders, ASSETS.with_name("networks")) for file in folder.glob("*.py")]
-    return frozenset(word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+@functools.lru_cache(maxsize=1)
+def architectures() -> frozenset[str]:
+    """The names that timm and lipcert register, read from the code."""
+    rows = r'@register_model\s+def (\w+)\(|^    \(\s*"(\w+)",\s*(?:"|_ABOUT)'
+    return frozenset(a or b for a, b in re.findall(rows, _code(), re.MULTILINE))

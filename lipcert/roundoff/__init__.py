@@ -20,8 +20,8 @@ these assumptions as far as it can, and refuses a process that violates them:
   parts of ``sum``, scaled queries and keys, attention weights, and the terms of a normalisation (on CUDA:
   ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its bfloat16 counterpart off).
   ``Format(dtype, sums=dtype)`` drops this assumption, but then most networks have no bound.
-* exp, tanh, log, powers, square roots and rsqrt err by at most 4 ulp; gelu, silu and mish by 4 ulp of |x|; sigmoid,
-  erf, sine and cosine by 4 ulp of 1.
+* exp, tanh, log, powers, square roots and rsqrt err by at most 4 ulp; gelu and silu by 4 ulp of |x|; sigmoid,
+  sine and cosine by 4 ulp of 1.
 * Interpolation computes positions in the arithmetic of sums, and weights and sums in the format or better.
 * Softmax subtracts the largest score, or the running maximum of online softmax. Fused attention is softmax with two
   matrix products.

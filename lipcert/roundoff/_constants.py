@@ -55,10 +55,10 @@ _EXACTLY_MADE = frozenset(("zeros", "ones", "full", "tensor", "as_tensor", "eye"
 # On whole numbers these give whole numbers, exactly, as long as no sum on the way is larger than 1/u.
 _WHOLE = frozenset(("add", "sub", "mul", "neg", "sum", "cumsum"))
 # Operations whose entries depend on one entry of an operand each, and those among them that never fall or never rise.
-_MONOTONE = frozenset(("relu", "sigmoid", "tanh", "softplus", "exp", "sqrt", "rsqrt"))
+_MONOTONE = frozenset(("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt"))
 _ENTRYWISE = frozenset(("gelu", "silu", "sin", "cos", "square", "pow"))
 # Operations whose result may be in a wider type than their operand, to which torch converts the operand first.
-_WIDENING = frozenset(("softmax", "log_softmax", "sum", "mean"))
+_WIDENING = frozenset(("softmax", "sum", "mean"))
 
 
 @torch.no_grad()

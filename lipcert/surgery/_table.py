@@ -1,4 +1,4 @@
-"""Tables of the replacements for classes of timm and torch, used by :func:`lipcert.convert` and ``lipcert models``.
+"""Tables of the replacements for classes of timm and torch, used by :func:`lipcert.convert`.
 
 Classes are given by name and not imported, so the tables work with every version of timm. An entry does not apply to
 subclasses, which may override ``forward``. Modules in no table are kept, and the report lists them.

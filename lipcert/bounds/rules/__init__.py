@@ -7,7 +7,6 @@ from lipcert.bounds.rules import (
     convolution,
     linear,
     normalization,
-    piecewise,
     pooling,
     powers,
     projections,

@@ -35,7 +35,7 @@ from lipcert.bounds._remainder import (
 from lipcert.bounds._rounding import Operand, aligned, exact, zeros
 from lipcert.bounds._value import Value, largest
 from lipcert.graph import Node
-from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, l2_norm
+from lipcert.numerics import INFLATE, Format, Upper, at_most, l2_norm
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,7 +72,7 @@ _larger, _smaller = max, min  # for rules whose arguments have these names
 
 
 def _of_operand(x: Tensor, fmt: Format) -> Tensor:
-    """For x·½(1 + erf), x/(1 + e⁻ˣ), x·tanh(log(1 + eˣ)): the second factor is at most 1, and its error is absolute."""
+    """For x·½(1 + erf) and x/(1 + e⁻ˣ): the second factor is at most 1, and its error is absolute."""
     return fmt.function(x)
 
 
@@ -82,21 +82,14 @@ def _of_one(x: Tensor, fmt: Format) -> Tensor:
 
 ACTIVATIONS: dict[Any, Activation] = {
     F.relu: Activation(1.0, floor=0.0),
-    F.relu6: Activation(1.0, largest=6.0, floor=0.0),
     F.silu: Activation(1.099840, curvature=0.5, downward=0.036915, error=_of_operand),
-    F.mish: Activation(1.088500, curvature=0.644205, downward=0.059034, error=_of_operand),
     F.sigmoid: Activation(0.25, 1.0, shrinks=False, floor=0.0, curvature=0.096226, error=_of_one),
     F.tanh: Activation(1.0, 1.0, curvature=0.769801, error=lambda x, fmt: fmt.function(x.clamp_max(1))),
     F.hardsigmoid: Activation(0.16666666666666669, 1.0, shrinks=False, floor=0.0, error=_of_one),
     F.hardswish: Activation(1.5, error=_of_operand),
-    F.softsign: Activation(1.0, 1.0, curvature=2.0, error=lambda x, fmt: fmt.rounded(x.clamp_max(1), 2)),
-    F.tanhshrink: Activation(
-        1.0, curvature=0.769801, error=lambda x, fmt: fmt.function(x.clamp_max(1)) + fmt.rounded(x + 1)
-    ),
     F.logsigmoid: Activation(1.0, shrinks=False, error=lambda x, fmt: fmt.function(x + 1)),
     torch.sin: Activation(1.0, 1.0, curvature=1.0, error=_of_one),
     torch.cos: Activation(1.0, 1.0, shrinks=False, curvature=1.0, error=_of_one),
-    torch.erf: Activation(1.128380, 1.0, shrinks=False, curvature=0.967883, error=_of_one),
     "abs": Activation(1.0, floor=0.0),
 }
 
@@ -144,7 +137,7 @@ for _function, _phi in ACTIVATIONS.items():
     if _phi.error is not None:
         _rounds(_function, error=_phi.error)
 
-box("gelu", "elu", "softplus")(entrywise_box)
+box("gelu")(entrywise_box)
 _rounds("gelu", error=_of_operand)
 
 
@@ -256,8 +249,8 @@ def negated_box(walk: Walk, node: Node, x: State) -> State:
 
 box("relu", inactive=True)(clip)
 rounding("neg", "abs", "relu")(exact)
-jacobian("relu", "leaky_relu", "prelu", "abs", F.softshrink, absolute=0.0)(of_entries)
-jacobian("gelu", "elu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
+jacobian("relu", "leaky_relu", "prelu", "abs", absolute=0.0)(of_entries)
+jacobian("gelu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
 
 
 # The width of a secant is at least this share of the largest deviation of the entry. Nearer to its kink than this other
@@ -363,58 +356,6 @@ def leaky_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
     x = operands[0]
     given, slope = _slopes(node, x.nominal.dim() - 1)
     return fmt.rounded(x.most * slope.abs(), 3) + x.most * fmt.cast(given).reshape(slope.shape)
-
-
-@rule(F.elu)
-def elu(call: Call, x: Value, alpha: float = 1.0, inplace: bool = False) -> Value:
-    """Slopes 1 for x > 0 and α eˣ ≤ α for x < 0; |φ(x)| ≤ max(1, α) |x|."""
-    slope = max(1.0, abs(alpha))
-    return Value(x.shape, x.lip * slope, magnitude=x.magnitude * slope)
-
-
-@remainder("elu")
-class Elu(Smooth):
-    """φ'' is eᵗ for t < 0, and 0 for t > 0, if α = 1. With another α the slope jumps at 0."""
-
-    curvature = 1.0
-    downward = 0.0
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        if arguments(node).get("alpha", 1.0) != 1:
-            raise NoAnswer("an alpha other than 1")
-        super().__init__(node, operands, result)
-
-    def envelope(self, distance: Tensor) -> Tensor:
-        return torch.exp(-distance) * INFLATE
-
-
-@rounding("elu")
-def elu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """α(eˣ − 1) for x < 0, with an error of at most 4 ulp of α; x itself for x > 0."""
-    alpha = abs(float(arguments(node).get("alpha", 1.0)))
-    return fmt.safe(fmt.function(torch.full_like(operands[0].most, alpha)), operands[0].most)
-
-
-@rule(F.softplus)
-def softplus(call: Call, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
-    """The slope is a sigmoid; 0 ≤ φ(x) ≤ |x| + log 2 / β.
-
-    Torch's function jumps by log(1 + e⁻ᵗ)/β where βx passes its threshold t. For t ≥ 20 and β ≥ 1 that is at most
-    2.1e-9 and counts as a rounding error. With a larger jump there is no constant.
-    """
-    if threshold < 20 or beta < 1:
-        return Value(x.shape, INFINITE, unbounded=f"torch's softplus jumps at its threshold {threshold:g}")
-    return Value(x.shape, x.lip, magnitude=x.magnitude + Upper(0.6931471805599454) / beta, floor=0.0)
-
-
-@rounding("softplus")
-def softplus_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """log(1 + e^βx)/β, with an error of at most 4 ulp of |x| + 1/β, and a jump of e⁻ᵗ/β at torch's threshold t."""
-    call = arguments(node)
-    beta, threshold = float(call.get("beta", 1.0)), float(call.get("threshold", 20.0))
-    if not beta > 0:
-        raise NoAnswer("a negative beta")
-    return fmt.function(operands[0].most + 1 / beta) + math.exp(-threshold) / beta
 
 
 kinked("abs", kinks=lambda node: (0.0,), slope=2.0, bends=1)
@@ -541,29 +482,6 @@ def _hard(node: Node) -> Sequence[Any]:
     return call.get("min_val", -1.0), call.get("max_val", 1.0)
 
 
-box("relu6", "hardtanh", inactive=True)(clip)
-clips("relu6", limits=lambda node: (0.0, 6.0))
+box("hardtanh", inactive=True)(clip)
 clips("hardtanh", limits=_hard)
 clips("clamp", limits=_clamped)
-
-
-@rule(F.softshrink)
-def soft_shrink(call: Call, x: Value, lambd: float = 0.5) -> Value:
-    """x minus its projection onto [−λ, λ]: slopes 0 and 1, |φ(x)| ≤ |x|."""
-    if not lambd >= 0:
-        raise NoAnswer(f"lambd = {lambd:g}")
-    return x.bounded(x.lip)
-
-
-def _lambda(node: Node) -> float:
-    return float(arguments(node).get("lambd", 0.5))
-
-
-box(F.softshrink)(entrywise_box)
-kinked(F.softshrink, kinks=lambda node: (-_lambda(node), _lambda(node)))
-
-
-@rounding(F.softshrink)
-def soft_shrink_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
-    """One difference with λ, which is rounded to the format itself."""
-    return fmt.rounded(operands[0].most) + fmt.cast(_lambda(node)).item()

@@ -203,50 +203,6 @@ def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     return torch.where(masked, 0.0, fmt.safe(error, size.expand(error.shape)))
 
 
-@rule("logsumexp")
-def log_sum_exp(call: Call, x: Value, dim: Any, keepdim: bool = False) -> Value:
-    """The gradient is p = softmax(x), with ‖p‖₂ ≤ Σ p_j = 1; different results share no entry.
-
-    max x ≤ log Σ exp x ≤ max x + log n for the n entries behind each result, along one dimension or several.
-    """
-    size = x.magnitude + Upper(math.log(math.prod(x.shape) // math.prod(call.shape)))
-    return Value(call.shape, x.lip, magnitude=size, floor=x.lowest)
-
-
-@remainder("logsumexp")
-class LogSumExp(Remainder):
-    """Rows under a deviation w: R = ½ wᵀ(diag(p) − ppᵀ)w for a p on the segment, so 0 ≤ R ≤ ½ κ‖w‖².
-
-    κ = min(½, max_j p_j) with :func:`_grown`, as for :class:`Softmax`. Over rows ‖R‖ ≤ ½ max(κ) ρ², and against g only
-    rows with g < 0 count.
-    """
-
-    def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        self.axis = axis_of(node)
-        self.odds = _odds(operands[0].softmax(self.axis), self.axis)
-
-    def _kappa(self, rho: Tensor) -> Tensor:
-        return _grown(rho, *self.odds).clamp_max(0.5)
-
-    def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return self._kappa(rho[0]).amax(1) / 2 * rho[0].square()
-
-    def against(self, direction: Tensor) -> Against:
-        size = (-per_image(direction)).clamp_min(0)
-        return lambda rho: (size * self._kappa(rho[0])).amax(1) / 2 * rho[0].square()
-
-
-@jacobian("logsumexp")
-def logsumexp_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
-    """A row of J is p = exp(x − result), of length 1 at most, and rows share no column.
-
-    The result is a sum of n terms with an error of a few u(‖x‖ + |result|). The exponent of p_i is x_i − result, so p_i
-    has a relative error of about u|x_i − result| ≤ u(log(1/p_i) + |result|), and p_i log(1/p_i) ≤ 1.
-    """
-    n = values[node.operands[0]][0].numel() / max(1, values[node][0].numel())
-    return 1.0, 2 * gamma(2 * n) * (1 + per_image(values[node]).abs().amax(1))
-
-
 @rule("scaled_dot_product_attention")
 def attention(
     call: Call,

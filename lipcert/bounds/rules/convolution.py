@@ -120,7 +120,7 @@ def conv_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tenso
     return _convolution_rounding(node, operands[0], args, geometry, fmt, args["weight"].flatten(1).shape[1])
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", linear=in_one_operand, schur=_KERNEL)
+@rule("conv_transpose2d", linear=in_one_operand, schur=_KERNEL)
 def conv_transpose(
     call: Call,
     x: Value,
@@ -146,7 +146,7 @@ def conv_transpose(
     return Value(call.shape, x.lip * norm, magnitude=magnitude)
 
 
-@rounding("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@rounding("conv_transpose2d")
 def conv_transpose_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """:func:`matrix_rounding`; an entry is a sum over the input channels of its group and at most the whole kernel.
 

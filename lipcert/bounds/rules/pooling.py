@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,12 +55,11 @@ def _adaptive_window(node: Node, operand: Node) -> float:
     return math.prod(n / m + m / n + 2 for n, m in zip(operand.shape[-dims:], node.shape[-dims:], strict=True))
 
 
-_AVERAGES = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
-_ADAPTIVE = ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+_AVERAGES = ("avg_pool1d", "avg_pool2d")
 
 
 @rule(*_AVERAGES, linear=True, schur=Schur(terms=_window))
-@rule(*_ADAPTIVE, linear=True, schur=Schur(terms=_adaptive_window))
+@rule("adaptive_avg_pool2d", linear=True, schur=Schur(terms=_adaptive_window))
 def averaged(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """Weights ≥ 0: Schur's test on one channel. Entries, and vectors of channels, grow by the largest row sum."""
     dims, operation = _dims(call.op), getattr(F, call.op)
@@ -74,18 +72,16 @@ def averaged(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     return Value(call.shape, x.lip * norm, magnitude=x.magnitude * rows_norm, rows=rows, floor=floor)
 
 
-box(*_AVERAGES, *_ADAPTIVE)(nonnegative)
+box(*_AVERAGES, "adaptive_avg_pool2d")(nonnegative)
 
 
-@rounding(*_AVERAGES, *_ADAPTIVE)
+@rounding(*_AVERAGES, "adaptive_avg_pool2d")
 def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Means over windows: :meth:`Format.sum` with at most as many terms as the kernel, or the operand, has positions.
 
-    The divisor is a number of positions, or ``divisor_override``. Kernels of three dimensions add up in the format
-    itself, so no wider accumulator is assumed.
+    The divisor is a number of positions, or ``divisor_override``.
     """
     dims = _dims(node.op)
-    fmt = replace(fmt, sums=fmt.dtype) if dims == 3 else fmt
     args = arguments(node)
     positions = math.prod(
         per_axis(args["kernel_size"], dims) if "kernel_size" in args else node.operands[0].shape[-dims:]
@@ -95,7 +91,7 @@ def average_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     return fmt.safe(fmt.sum(size, positions, size), total)
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d")
+@rule("max_pool2d")
 def largest_of_windows(
     call: Call,
     x: Value,
@@ -133,7 +129,7 @@ def covered(
     return [torch.arange(m)[:, None] * s + torch.arange(k) * d - p for m, k, s, p, d in axes]
 
 
-@rule("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+@rule("adaptive_max_pool2d")
 def largest_adaptively(call: Call, x: Value, output_size: object, return_indices: bool = False) -> Value:
     """As max pooling, with at most 2 windows per entry and axis if n ≥ m.
 
@@ -204,7 +200,7 @@ class _Windows(Kinked):
         self.spread = math.sqrt(2 * shared)
 
 
-@remainder("max_pool1d", "max_pool2d", "max_pool3d")
+@remainder("max_pool2d")
 class MaxPool(_Windows):
     """Max pooling, with the windows of :func:`covered`."""
 
@@ -223,7 +219,7 @@ class MaxPool(_Windows):
         super().__init__(operands[0], covered(result.shape[-dims:], kernel, stride, padding, dilation))
 
 
-@remainder("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
+@remainder("adaptive_max_pool2d")
 class AdaptiveMaxPool(_Windows):
     """Window i of an axis of n entries covers the positions p with ⌊in/m⌋ ≤ p < ⌈(i + 1)n/m⌉."""
 
@@ -239,8 +235,7 @@ class AdaptiveMaxPool(_Windows):
 
 
 jacobian(
-    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "amax", "amin", "max", "min", "maximum", "minimum", absolute=0.0,
+    "max_pool2d", "adaptive_max_pool2d", "amax", "amin", "max", "min", "maximum", "minimum", absolute=0.0,
 )(selecting)  # fmt: skip
 
 
@@ -250,12 +245,9 @@ def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     return Value(call.shape, x.lip, magnitude=x.magnitude, floor=x.lowest)
 
 
-@box(
-    "max_pool1d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "amax", "amin",
-    "sort",
-)  # fmt: skip
+@box("adaptive_max_pool2d", "amax", "amin")
 def ordered_box(walk: Walk, node: Node, x: State) -> State:
-    """The k-th largest entry is non-decreasing in every entry, so its bounds are its values at the ends of the box."""
+    """The largest entry is non-decreasing in every entry, so its bounds are its values at the ends of the box."""
     up, down, _, _ = monotone(walk, node, x)
     return walk.result(node, up, down, (x,))
 
@@ -291,10 +283,7 @@ class Extreme(Kinked):
         super().__init__(gap)
 
 
-rounding(
-    "max_pool1d", "max_pool2d", "max_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-    "amax", "amin",
-)(exact)  # fmt: skip
+rounding("max_pool2d", "adaptive_max_pool2d", "amax", "amin")(exact)
 
 
 @rule("max", "maximum", "min", "minimum")

@@ -133,10 +133,9 @@ def variance_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> 
     return gain, gamma(4 * count) * gain
 
 
-@rule("norm", "linalg_vector_norm")
+@rule("norm")
 def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **kwargs: Any) -> Value:
     """ℓp norms for p ≥ 2: |‖a‖_p − ‖b‖_p| ≤ ‖a − b‖_p ≤ ‖a − b‖₂, and the groups share no entry."""
-    p = kwargs.get("ord", p)
     if not (p in ("fro", None) or (isinstance(p, (int, float)) and p >= 2)):
         raise NoAnswer(f"p = {p}")
     dims = reduced(x, dim)
@@ -145,7 +144,7 @@ def length(call: Call, x: Value, p: Any = "fro", dim: Any = None, *args: Any, **
     return Value(call.shape, x.lip, magnitude=largest, floor=0.0)
 
 
-@remainder("norm", "linalg_vector_norm")
+@remainder("norm")
 class Length(Remainder):
     """‖h‖ has the second derivative (I − ĥĥᵀ)/‖h‖: R ≤ ½ρ²/(n − ρ) for n = ‖h‖ > ρ. As slopes are ≤ 1, R ≤ 2ρ too.
 
@@ -154,7 +153,7 @@ class Length(Remainder):
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         args = arguments(node)
-        if args.get("ord", args.get("p", "fro")) not in ("fro", 2, None):
+        if args.get("p", "fro") not in ("fro", 2, None):
             raise NoAnswer("p is not 2")
         self.length = per_image(result)
 
@@ -174,20 +173,20 @@ class Length(Remainder):
         return bound
 
 
-@jacobian("norm", "linalg_vector_norm")
+@jacobian("norm")
 def length_jacobian(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds:
     """A row of J is x/‖x‖, and the rows share no column."""
     return 1.0, gamma(2 * values[node.operands[0]][0].numel() / max(1, math.prod(node.shape)))
 
 
-@rounding("norm", "linalg_vector_norm")
+@rounding("norm")
 def length_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """‖x‖ over some axes: the relative errors of the sum of squares and of the root, and the root of the underflow.
 
     Norms of parts, or their squares, may be rounded to the format before they are combined.
     """
     args = arguments(node)
-    if args.get("ord", args.get("p", 2)) not in ("fro", 2, None):
+    if args.get("p", 2) not in ("fro", 2, None):
         raise NoAnswer("another norm than ‖·‖₂")
     x = operands[0]
     count = math.prod(x.nominal.shape[1:]) // max(1, math.prod(node.shape)) + EXTRA

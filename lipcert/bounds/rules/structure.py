@@ -202,7 +202,7 @@ def selected(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     return result
 
 
-@rule("split", "chunk", "tensor_split", "split_with_sizes", linear=True, schur=MOVED)
+@rule("split", "chunk", linear=True, schur=MOVED)
 def pieces(call: Call, x: Value, *args: object, **kwargs: object) -> _Pieces:
     """Disjoint parts of the entries; the constant of each part is at most that of the whole."""
     return _Pieces(x, None)

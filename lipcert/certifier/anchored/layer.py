@@ -99,7 +99,7 @@ def _norm_of(network: Network, z: Node) -> float:
     if not plain or any(piece.op != "part" or piece.shape != z.shape for piece in z.operands):
         return bound
     split, other = (piece.operands[0] for piece in z.operands)
-    if split is not other or split.op not in PIECES or split.op == "tensor_split":  # whose pieces may overlap
+    if split is not other or split.op not in PIECES:
         return bound
     return min(bound, math.sqrt(2) * INFLATE * constant_between(network, split.operands[0]))
 
