@@ -1,6 +1,7 @@
 """Files and folders that are no weights: each refusal says what it is, and what to do about it."""
 
 import gzip
+import io
 import pickle
 import re
 import shlex
@@ -33,6 +34,12 @@ def refused(path):
     return text
 
 
+def archive_of_numpy():
+    file = io.BytesIO()
+    np.savez(file, a=np.zeros(3))
+    return file.getvalue()
+
+
 FILES = {
     "pointer of Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
     "pointer of git-annex": (b"/annex/objects/SHA256E-s9--00.pth\n", "git annex get"),
@@ -54,6 +61,7 @@ FILES = {
     "msgpack": (b"\x82\xa6params\x81", "Flax"),
     "GGUF": (b"GGUF\x03\x00\x00\x00", "GGUF"),
     "TensorFlow Lite": (b"\x1c\x00\x00\x00TFL3", "TensorFlow Lite"),
+    "arrays": (archive_of_numpy(), "archive of NumPy"),
     "array": (b"\x93NUMPY\x01\x00", "array of NumPy"),
     "image": (b"\x89PNG\r\n\x1a\n", "--data"),
     "pickle": (pickle.dumps({"fc.weight": np.zeros(3)}), "never run"),

@@ -49,14 +49,20 @@ _DERIVED = (
         "holds quantised weights with their scales; give those that they were made of",
     ),
 )
-# Tensors from which a weight is computed.
-_COMPUTED = re.compile(r"\.parametrizations\.|weight_(g|v|orig|mask)$")
-# Names by which libraries other than timm call a network's tensors.
-_LIBRARIES = (
-    ("transformers", r"(^|\.)encoder\.layers?\.\d+\.|embeddings\.|patch_embeddings"),
-    ("torchvision", r"encoder\.layers\.encoder_layer_"),
-    ("CLIP", r"resblocks\."),
-    ("mmpretrain", r"^backbone\.layers\.\d"),
+# Names of tensors that timm's networks do not have, and what to do.
+_LIBRARY = (
+    "its names are those of {0}; take the weights that timm has of this network, or load it with {0} and give "
+    "lipcert.load the module"
+)
+_FOREIGN = (
+    (
+        r"\.parametrizations\.|weight_(g|v|orig|mask)$",
+        "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving",
+    ),
+    (r"(^|\.)encoder\.layers?\.\d+\.|embeddings\.|patch_embeddings", _LIBRARY.format("transformers")),
+    (r"encoder\.layers\.encoder_layer_", _LIBRARY.format("torchvision")),
+    (r"resblocks\.", _LIBRARY.format("CLIP")),
+    (r"^backbone\.layers\.\d", _LIBRARY.format("mmpretrain")),
 )
 _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What modules that normalise pixels call their mean and their standard deviation.
@@ -221,21 +227,18 @@ def load_weights(
     heads = {key for key in other if key.startswith(places) and shapes[key][0][1:] == shapes[key][1][1:]}
     heads |= {key for key in missing if key.startswith(places)}
     sizes = [
-        f"{key} is {shapes[key][0]} in the file and {shapes[key][1]} in the model" for key in shapes if key in other
+        f"{key} is {stored} in the file and {own} in the model"
+        for key, (stored, own) in shapes.items()
+        if stored != own
     ]
-    problems = [
-        _listed("missing", missing),
-        _listed("too many", extra),
-        *sizes[:1],
-        *kinds[:1],
-    ]
+    problems = (_listed("missing", missing), _listed("too many", extra), *sizes[:1], *kinds[:1])
     reasons = [problem for problem in problems if problem]
     if outside and reasons:
         reasons.append(_listed(f"outside {prefix}", outside))
     only_heads = bool(heads) and heads == other | {*missing} and not (extra or kinds)
     if reasons and not (only_heads and new_head):
         remedy = "give the timm name and arguments it was made with"
-        library = next((one for one, names in _LIBRARIES if any(re.search(names, key) for key in extra)), None)
+        foreign = next((text for names, text in _FOREIGN if any(re.search(names, key) for key in extra)), None)
         classifier = [key for key in extra or heads if key.startswith(places) and key in found]
         built_without = extra == classifier and not any(key.startswith(places) for key in tensors)
         if classifier and (built_without or (only_heads and not missing)):
@@ -246,13 +249,8 @@ def load_weights(
         elif only_heads:
             remedy = "it is a backbone without a classifier; train one by finetune, with num_classes=N"
             remedy += " (--model-args num_classes=N)"
-        elif any(_COMPUTED.search(key) for key in extra):
-            remedy = "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving"
-        elif library is not None:
-            remedy = (
-                f"its names are those of {library}; take the weights that timm has of this network, or load it with "
-                f"{library} and give lipcert.load the module"
-            )
+        elif foreign is not None:
+            remedy = foreign
         elif missing and {*missing} <= heads:
             remedy = "it has no classifier; save it without those that are too many, and train one by finetune"
         elif kinds:
