@@ -535,10 +535,14 @@ def test_machine_output_holds_numbers(results):
     assert [float(line["certified_share"]) for line in lines] == pytest.approx([3 / 6, 2 / 6])
     assert [float(line["linf"]) for line in lines] == pytest.approx([0.05 / 192**0.5, 0.1 / 192**0.5], rel=1e-12)
     assert {line["model"] for line in lines} == {"vit"}
-    columns = {"eps", "images", "correct_low", "unbroken", "median_radius", "rigor", "delta", "cpu_seconds"}
+    columns = {"eps", "images", "correct_low", "unbroken_share", "median_radius", "rigor", "delta", "cpu_seconds"}
     assert columns <= lines[0].keys()
     assert "up to ε/√d = 0.00721" in run(path, "--linf").stdout
     assert "up to ε/√d" not in run(path).stdout
+    other = results(name="other")
+    assert "\t0.00721\t" in run(path, other, "--linf", "--csv", "r.csv").stdout
+    both = list(csv.DictReader(Path("r.csv").read_text().splitlines()))
+    assert [(line["results"], line["unbroken_images"]) for line in both] == [("r", "3"), ("other", "")]
 
 
 def test_json_and_summary_say_what_the_table_says(tmp_path, monkeypatch):

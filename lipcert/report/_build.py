@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from lipcert.report._words import (
     seconds,
     upper_bound,
 )
-from lipcert.results import Run, Tally, share, wilson
+from lipcert.results import Run, share, wilson
 from lipcert.settings import shown, version
 
 Eps = Sequence[tuple[float, str]]
@@ -93,13 +93,13 @@ def overview(runs: Sequence[Run], eps: Eps, *, in_linf: bool = False) -> tuple[l
         (smoothed, "valid for", lambda run, value, typed: run.holds_for),
         (True, "model", lambda run, value, typed: run.named),
     ]
-    shown = {name: cell for asked, name, cell in cells if asked}
+    columns = {name: cell for asked, name, cell in cells if asked}
     rows = [
-        [cell(run, value, typed) for cell in shown.values()]
+        [cell(run, value, typed) for cell in columns.values()]
         for value, typed in eps
         for run in sorted(runs, key=lambda run: -run.certified_at(value) / len(run))
     ]
-    return [*shown], rows
+    return [*columns], rows
 
 
 def shares(run: Run, eps: Eps) -> list[tuple[str, int, bool]]:
@@ -176,25 +176,25 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
 
 
 def lines(runs: Sequence[Run], eps: Eps) -> list[dict[str, Any]]:
-    """A line for each ε and run, for CSV: the numbers of :func:`record` in columns."""
+    """A line for each ε and run, for CSV: the numbers of :func:`record`, with the names of nested ones joined."""
 
-    def flat(name: str, entry: Mapping[str, Any] | None) -> dict[str, Any]:
-        one = entry or {"images": None, "share": None, "interval": None}
-        low, high = one["interval"] or (None, None)
-        return {name: one["images"], f"{name}_share": one["share"], f"{name}_low": low, f"{name}_high": high}
+    def flat(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in entries.items():
+            if name == "interval":
+                yield from zip(("low", "high"), value or (None, None), strict=True)
+            elif isinstance(value, Mapping):
+                yield from ((f"{name}_{key}", one) for key, one in flat(value))
+            else:
+                yield name, value
 
-    alike = ("images", "complete", "median_radius", "rigor", "delta", "holds_for", "dtype", "seconds", "cpu_seconds")
     found = []
     for run in runs:
-        one = record(run, eps)
-        of_run = {name: one[name] for name in alike} | run.words
+        one = record(run, eps) | {"results": run.name, **run.words}
+        rest = {
+            name: value for name, value in one.items() if name not in ("results", "model", "at", "methods", "notes")
+        }
         for at in one["at"]:
-            entries = {"certified": at["certified"], "unbroken": at.get("unbroken")}
-            entries |= {"correct": one.get("correct"), "abstained": one.get("abstained")}
-            named = {"results": run.name, "model": one["model"], "eps": at["eps"], "linf": at["linf"]}
-            found.append(
-                named | {k: v for name, entry in entries.items() for k, v in flat(name, entry).items()} | of_run
-            )
+            found.append(dict(flat({"results": one["results"], "model": one["model"], **at, **rest})))
     return found
 
 
@@ -304,7 +304,6 @@ def modules(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
 def _details(run: Run, eps: Eps, level: int, number: str, pictures: dict[str, str], figures: bool) -> list[str]:
     """The parts about one run; the names of its pictures end with ``number``."""
     parts = _extremes(run, level)
-    parts += [heading(level, "Methods"), _methods(run, eps)]
     budget = modules(run.summary)
     if budget:
         caption = "log10 of each module's gain, the factor by which it can enlarge a perturbation; largest first."
@@ -316,16 +315,6 @@ def _details(run: Run, eps: Eps, level: int, number: str, pictures: dict[str, st
         else:
             parts.append(table(("module", "log10 of gain"), [(n, f"{g:.2f}") for n, g in budget]))
     return [*parts, heading(level, "Settings"), *_settings(run)]
-
-
-def _methods(run: Run, eps: Eps) -> str:
-    rows = []
-    for name, count in run.methods.most_common():
-        tally = Tally(row for row in run.rows if row["method"] == name)
-        words = ["deterministic"] if any(row["rigor"] == "deterministic" for row in tally.rows) else []
-        words += [f"probabilistic, δ ≤ {tally.delta:g}"] if tally.delta else []
-        rows.append([name, str(count), *(str(tally.certified_at(value)) for value, _ in eps), listed(words)])
-    return table(["method", "images", *(f"certified at {typed}" for _, typed in eps), "rigor"], rows)
 
 
 def _extremes(run: Run, level: int) -> list[str]:

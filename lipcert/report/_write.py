@@ -79,7 +79,7 @@ def write(
     if "csv" in paths:
         rows = lines(runs, radii_of_interest(runs, eps))
         buffer = io.StringIO()
-        writer = tables.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+        writer = tables.DictWriter(buffer, dict.fromkeys(name for row in rows for name in row), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         content[paths["csv"]] = buffer.getvalue()
