@@ -180,7 +180,9 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
         denoised="--denoiser" in words,
     )
     outcomes = []
-    for asked in plan.settings:
+    if loaded.sigma is not None:
+        say(f"model: that of a smoothed classifier, σ = {loaded.sigma:g}")
+    for asked in [one.smoothed(loaded.sigma) for one in plan.settings]:
         earlier = [out] if out else sorted(Path().glob(f"{stem}*.jsonl")) if plan.keep else []
         choice = _sigma_choice(loaded, asked, images, earlier, processes, plan.until) if asked.sigma == AUTO else None
         settings = asked if choice is None else replace(asked, eps=cast(Any, asked.eps_typed), sigma=choice["sigma"])
@@ -209,7 +211,8 @@ def _sigma_choice(
     for path in files:
         with contextlib.suppress(InputError):  # of which reading the rows says more
             if (earlier := sigma_choice_of(path, asked, weights_hash(loaded))) is not None:
-                say(f"sigma: {earlier['sigma']:g}, as chosen for {path}")
+                images.keep_out(earlier.get("indices", []))
+                say(f"sigma: {earlier['sigma']:g}, as chosen for {path} on images that stay out of its runs")
                 return earlier
     # A third of the time is for the choice, and a third of that for one σ.
     end = time.monotonic() + (until - time.monotonic()) / 3
@@ -239,6 +242,7 @@ def _sigma_choice(
         raise Interrupted("interrupted while choosing sigma; nothing is kept; --sigma NUMBER skips this") from error
     entry: dict[str, Any] = asdict(choice)
     entry["shares"] = {f"{sigma:g}": share for sigma, share in choice.shares.items()}
+    entry["indices"] = list(others.indices)
     entry = processes.gather(entry)[0]
     candidates = ", ".join(f"{sigma} {100 * share:.0f} %" for sigma, share in entry["shares"].items())
     labels = "" if choice.labelled else ", without labels"

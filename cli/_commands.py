@@ -35,6 +35,7 @@ COMMANDS = {
     "constrain": "Lower the norms of the layers and preserve their outputs.",
     "finetune": "Train a model for larger certified radii.",
     "certify": "Certify images against l2 perturbations.",
+    "predict": "Predict images with a smoothed classifier: class, share, radius.",
     "report": "Show results as tables, an HTML page or a model card.",
     "verify": "Recompute rows of a result file and compare.",
     "models": "List certified checkpoints, or show what works on an architecture.",
@@ -69,6 +70,10 @@ _EXAMPLES = {
         torchrun --nproc-per-node 4 -m lipcert certify --eps 36/255 --out r.jsonl
         lipcert certify --eps 36/255 --shard 1/3 --out r.jsonl     on the first of three machines;
                                                                    without --shard it merges the rows
+    """,
+    "predict": """
+        lipcert predict smoothed.safetensors image.jpg
+        lipcert predict vit_base_patch16_224 images/ --sigma 0.25 --denoiser natural
     """,
     "report": """
         lipcert report r.jsonl

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lipcert.inputs.loading import load
     from lipcert.model import Model
     from lipcert.results import CertifiedAccuracy, certify
+    from lipcert.smoothing import SmoothedClassifier
     from lipcert.surgery import convert
     from lipcert.training import finetune
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CertifiedAccuracy",
     "Model",
+    "SmoothedClassifier",
     "__version__",
     "attacks",
     "bounds",
@@ -45,12 +47,13 @@ __all__ = [
 _HOMES = {
     "CertifiedAccuracy": "lipcert.results",
     "Model": "lipcert.model",
+    "SmoothedClassifier": "lipcert.smoothing",
     "certify": "lipcert.results",
     "constrain": "lipcert.certvit",
     "convert": "lipcert.surgery",
     "finetune": "lipcert.training",
     "lipschitz": "lipcert.bounds",
-    "load": "lipcert.inputs.loading",
+    "load": "lipcert.smoothing",
     "save": "lipcert.inputs.artifact",
 }
 

@@ -52,6 +52,7 @@ _LOADERS: list[Callable[[nn.Module], Model]] = []
 def checked(model: object) -> Model:
     """The given model, without a ``torch.compile`` wrapper; a timm module is wrapped as a model."""
     model = getattr(model, "_orig_mod", model)
+    model = getattr(model, "network", model) if hasattr(model, "sigma") else model  # of a smoothed classifier
     if isinstance(model, Model):
         return model
     if not isinstance(model, nn.Module):
@@ -175,6 +176,7 @@ class Model(nn.Module):
         data_config: timm's data configuration (interpolation, crop_pct, ...), for reading images.
         class_names: names of the classes by number; () where they are not known.
         recipe: the surgery so far, one dict per step, in order.
+        sigma: standard deviation of the noise, where the model is that of a smoothed classifier; else None.
         conversion: the report of the last :func:`lipcert.convert`, or None.
         constraint: the report of the last :func:`lipcert.constrain`, or None.
         presumed: whether ``source`` was inferred from a module and must be checked before use.
@@ -182,6 +184,7 @@ class Model(nn.Module):
             True for a certifier's copy in float64; False for a network that runs unchanged.
     """
 
+    sigma: float | None = None
     conversion: Any = None
     constraint: Any = None
     real = False

@@ -61,7 +61,8 @@ def save(
     certified is the rounded one.
 
     Args:
-        model: a model whose network timm can rebuild: loaded by name, converted or not.
+        model: a model whose network timm can rebuild: loaded by name, converted or not; or a smoothed classifier of
+            one, whose σ and denoiser the file holds too.
         path: the file; a complete new file atomically replaces an artifact of the same architecture, unless that was
             constrained or fine-tuned and ``model`` was not.
         facts: further information about the model, such as its bound, as JSON values.
@@ -91,6 +92,7 @@ def save(
         "facts": dict(facts or {}),
         "weights_hash": weights_hash(model),
         **({"classes": list(model.class_names)} if model.class_names else {}),
+        **({"sigma": model.sigma} if model.sigma is not None else {}),
     }
     tensors = {name: value.detach().cpu().contiguous() for name, value in _state(model).items()}
     half = _half(tensors)
@@ -183,6 +185,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
                 model = Denoised(model, str(step["denoiser"]))
         model.recipe = [dict(step) for step in content["recipe"]]
         model.class_names = tuple(map(str, content.get("classes") or ()))
+        model.sigma = float(content["sigma"]) if "sigma" in content else None
         _fill(model, path, shapes, _WIDE[content["dtype"]] if "dtype" in content else None)
     except (
         safetensors.SafetensorError,
@@ -281,8 +284,8 @@ def check_rebuilds(model: Model) -> None:
     """Refuses a model that a file would rebuild as another network: the file's bound would not be valid for it."""
     if any(step["step"] == "denoise" for step in model.recipe) and not is_named(model):
         raise InputError(
-            "the denoiser is code of your own, which a file does not hold; save the model without it, and put it in "
-            "front again when you load it: lipcert.smoothing.Denoised (--denoiser)"
+            "the denoiser is code of your own, which a file does not hold; save the model without it, and give it "
+            "again when you load it: lipcert.SmoothedClassifier(model, sigma, denoiser), or --denoiser"
         )
     if not model.source:
         raise InputError(

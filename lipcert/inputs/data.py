@@ -36,7 +36,7 @@ from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.named_data import open_named
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
 from lipcert.inputs.samples import sample_images
-from lipcert.model import Model
+from lipcert.model import Model, checked
 
 BUNDLED = Path(__file__).parents[1] / "assets" / "digits.safetensors"
 
@@ -102,6 +102,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.lists: dict[str, str] = {}  # the files ``classes`` and ``labels`` that were given
         self.class_names: dict[int, str] = {}  # by number, as far as the data set or the model has them
         self.total = total  # images in the whole data set, with those of ``removed``
+        self.kept_out: Collection[int] = ()  # positions of images that no run takes, see :meth:`keep_out`
         self.removed: list[int] = []  # positions of images that the data set had before, see :meth:`leave_out`
         self.shuffled = limit is not None and limit < total  # whether the order is that of runs, see :meth:`shuffle`
         self.order: Sequence[int] = ()  # positions in the whole data set
@@ -127,11 +128,16 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         self.shuffled = True
         self.leave_out(self.removed)
 
+    def keep_out(self, chosen_on: Collection[int]) -> None:
+        """Leaves the images at these positions to a choice that was made on them; others take their places."""
+        self.kept_out = frozenset(chosen_on)
+        self.shuffle()
+
     def leave_out(self, removed: Sequence[int]) -> None:
         """Numbers the images as if those at these positions were still there: noise and shuffle go by numbers."""
         self.total += len(removed) - len(self.removed)
         self.removed = sorted(removed)
-        order = order_of(self.total, self.limit) if self.shuffled else range(self.total)
+        order = order_of(self.total, self.limit, self.kept_out) if self.shuffled else range(self.total)
         self.order = [index for index in order if index not in self.removed]
 
     def singly(self, wanted: Collection[int]) -> Iterator[Batch]:
@@ -218,7 +224,7 @@ def open_images(
     """
     if limit is not None and limit < 1:
         raise InputError(f"the limit must be at least 1 image, got {limit}")
-    spec = None if spec is None else os.fspath(spec)
+    spec, model = None if spec is None else os.fspath(spec), checked(model)
     named = is_named_data(spec)
     if named and (classes or labels):
         raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
@@ -442,9 +448,9 @@ def _files_of(path: Path, spec: str) -> Files:
     return files
 
 
-def order_of(count: int, limit: int | None) -> list[int]:
-    """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle."""
-    return _shuffled(count)[:limit]
+def order_of(count: int, limit: int | None, kept_out: Collection[int] = ()) -> list[int]:
+    """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle, without some."""
+    return [index for index in _shuffled(count) if index not in kept_out][:limit]
 
 
 def _shuffled(count: int) -> list[int]:

@@ -89,6 +89,7 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
         ("licence", str(data.license or "not stated")),
     ]
     parts += [heading(2, "The model"), table(("", ""), origin, numbers=False)]
+    parts += [heading(2, "Use it"), code(_use(first, artifact))] if first.smoothed else []
     parts += [heading(2, "What these figures mean"), items(promises(runs)), heading(2, "Reproduce")]
     again = _command(first) if artifact is None or _in_python(first) else _snippet(first, artifact)
     return "\n\n".join([*parts, code(again), MARK])
@@ -103,6 +104,27 @@ def _command(run: Run) -> str:
     if _in_python(run):
         return f"lipcert.certify(model, images, labels, {_settings(run)})  # the weights have the SHA-256 above"
     return shlex.join(re.sub(r"^(.*=|\w+/)?/(?:[^/]*/)*([^/]*)$", r"\1path/to/\2", word) for word in command_of(run))
+
+
+def _use(run: Run, artifact: Path | None) -> str:
+    """Python code that loads a smoothed classifier and predicts; the weights that no file names are the user's."""
+    source = run.summary["model"].get("source", {})
+    arguments = "".join(f", {name}={value!r}" for name, value in source.get("arguments", {}).items())
+    loaded = f"{run.network!r}, checkpoint='WEIGHTS'{arguments}"
+    if artifact is not None:
+        loaded = repr(shipped().get(artifact, artifact.name))
+    names = [step["denoiser"] for step in run.summary["model"]["recipe"] if step.get("step") == "denoise"]
+    denoiser = "".join(f", denoiser={name!r}" for name in names if artifact is None)
+    return "\n".join(
+        [
+            "import lipcert",
+            "",
+            f"model = lipcert.load({loaded})",
+            f"smoothed = lipcert.SmoothedClassifier(model, sigma={run.noise['sigma']!r}{denoiser})",
+            "classes = smoothed.predict(images)  # of pixels in [0, 1], shape (N, C, H, W); -1 where it abstains",
+            'lipcert.save(smoothed, "smoothed.safetensors")  # which lipcert predict and lipcert certify take',
+        ]
+    )
 
 
 def _snippet(run: Run, artifact: Path) -> str:

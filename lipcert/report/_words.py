@@ -37,7 +37,7 @@ def promises(runs: Sequence[Run]) -> list[str]:
 
 def right(run: Run) -> str:
     """The name of the accuracy of a run."""
-    return "accuracy under noise" if run.smoothed else "clean accuracy"
+    return "accuracy of the smoothed classifier" if run.smoothed else "clean accuracy"
 
 
 def about(run: Run) -> str:

@@ -137,7 +137,7 @@ def certify(
     Method ``"smoothing"`` accepts any network. It certifies another function, the network's smoothed classifier.
 
     Args:
-        model: from :func:`lipcert.load`, or a module that timm made.
+        model: from :func:`lipcert.load`, or a module that timm made, or a smoothed classifier, for method smoothing.
         images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
             DataLoader, where each batch is a tensor of images or a pair of images and labels.
         labels: true classes, shape (N,), or None.
@@ -164,6 +164,7 @@ def certify(
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size is a number of images, at least 1, got {batch_size!r}; or leave it out")
     model = checked(model)
+    asked = asked.smoothed(model.sigma)
     certifier = certifier_for(model, asked, batch=batch_size, memory=memory)
     smoothed = isinstance(certifier, Smoothing)
     parts: list[Certificates] = []

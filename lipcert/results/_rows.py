@@ -36,8 +36,8 @@ def rows(
         if batch.labels is not None:
             row["label"] = int(batch.labels[i])
         row["predicted"] = predicted
-        if batch.labels is not None:
-            row["correct"] = predicted == row["label"]
+        if certificates.correct is not None:
+            row["correct"] = bool(certificates.correct[i])
         row["margin"] = margin if math.isfinite(margin) else None
         row["radius"] = min(float(certificates.radius[i]), sys.float_info.max)
         row["certified"] = bool(certificates.certified[i])
@@ -82,7 +82,8 @@ def contradiction(row: Mapping[str, Any], eps: float, method: object) -> str | N
     radius, row_method, distance = row["radius"], row["method"], row.get("attack_distance")
     if row["certified"] is not (radius > eps):
         return f"the radius {radius:g} and certified = {row['certified']} contradict each other at {eps:g}"
-    if "label" in row and row.get("correct") is not (row["predicted"] == row["label"]):
+    right = row["predicted"] == row.get("label") and not row.get("abstained", False)
+    if "label" in row and row.get("correct") is not right:
         return f"correct = {row.get('correct')}, label {row['label']} and prediction {row['predicted']} contradict"
     if row_method == SMOOTHING == method:
         return _contradiction_of_draws(row)

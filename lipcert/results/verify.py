@@ -70,12 +70,11 @@ def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:
     return [run.rows[i] for i in sorted(random.Random(0).sample(range(len(run)), count))]
 
 
-def _removed_of(run: Run) -> list[int]:
-    """The numbers of the images that were removed during the run."""
-    removed = run.summary.get("data", {}).get("removed") or []
-    if not (isinstance(removed, list) and all(type(i) is int and i >= 0 for i in removed)):
+def _numbers(run: Run, images: Any) -> list[int]:
+    """Images that a summary names, in ascending order: those that were removed, or on which σ was chosen."""
+    if not (isinstance(images or [], list) and all(type(i) is int and i >= 0 for i in images or [])):
         raise InputError(f"{run.path} is damaged: its removed images are no numbers; certify the images again")
-    return sorted({*removed})
+    return sorted({*(images or [])})
 
 
 def attack_of(run: Run) -> Attack | None:
@@ -107,7 +106,8 @@ def verify(
     """
     check_model(run, model)
     summary = run.summary
-    images.leave_out(_removed_of(run))
+    images.leave_out(_numbers(run, run.summary.get("data", {}).get("removed")))
+    images.keep_out(_numbers(run, (run.summary.get("sigma_choice") or {}).get("indices")))
     selected = {row["index"]: row for row in sample(run, count)}
     attack = attack_of(run)
     settings = run.settings(attack)
@@ -160,7 +160,7 @@ def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, selecte
         yield from images.batches(certifier.together, only=selected)
         return
     limit = run.summary.get("limit")
-    every = order_of(images.total, limit if type(limit) is int and limit > 0 else None)
+    every = order_of(images.total, limit if type(limit) is int and limit > 0 else None, images.kept_out)
     order = [index for index in every if index not in images.removed]
     blocks = [block for block in blocks_of(order, certifier.together) if not {*block}.isdisjoint(selected)]
     for block in [*blocks, *([index] for index in {*selected} - {*order})]:
@@ -191,7 +191,7 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
         yield f"the summary says that the limit was {limit!r}, which is no number of images"
         return
     indices = {row["index"] for row in run.rows}
-    expected = {*order_of(images.total, limit)} - {*images.removed}
+    expected = {*order_of(images.total, limit, images.kept_out)} - {*images.removed}
     if beyond := indices - {*range(images.total)}:
         raise InputError(
             f"{run.path} has a row for image {min(beyond)}, and the data has {images.total} images; give the same data"

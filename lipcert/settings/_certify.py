@@ -150,18 +150,32 @@ class CertifySettings:
         if self.rigor != RIGORS[0] or self.attack is not None:
             setting = "an attack" if self.attack is not None else f"rigor {self.rigor}"
             raise InputError(f"{setting} is not for method {SMOOTHING}, which certifies by sampling; leave it out")
-        if self.sigma != AUTO:
+        if self.sigma not in (None, AUTO):
             try:
-                sigma = float("nan" if self.sigma is None else self.sigma)
+                sigma = float(self.sigma)
             except ValueError:
                 sigma = math.nan
             if not _SIGMA.holds(sigma):
-                got = "" if self.sigma is None else f", got {self.sigma}"
                 kind = "a sigma below 8" if sigma > 1 else "a positive sigma"
-                raise InputError(f"method {SMOOTHING} needs {kind}, such as 0.25, or {AUTO}{got}")
+                raise InputError(f"method {SMOOTHING} needs {kind}, such as 0.25, or {AUTO}, got {self.sigma}")
             object.__setattr__(self, "sigma", sigma)
         if self.further_eps:
             object.__setattr__(self, "all_samples", True)
+
+    def smoothed(self, sigma: float | None) -> CertifySettings:
+        """These settings for a model of a smoothed classifier with noise of this σ, or for another model.
+
+        Staged certification of a smoothed classifier is method smoothing, with its σ unless another is given.
+
+        Raises:
+            InputError: the method is smoothing and no σ is known.
+        """
+        if self.method == SMOOTHING and self.sigma is None and sigma is None:
+            raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}")
+        if sigma is None or self.sigma is not None or self.method not in (STAGED, SMOOTHING):
+            return self
+        eps: Any = self.eps_typed
+        return dataclasses.replace(self, eps=eps, method=SMOOTHING, sigma=sigma)
 
     @property
     def rounded_as(self) -> Dtype:

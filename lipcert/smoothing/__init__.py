@@ -8,6 +8,7 @@ from lipcert.denoisers import Denoised
 from lipcert.smoothing._binomial import clopper_pearson, robbins
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._choice import CHOOSING, DRAWS, LEAST, SigmaChoice, choose_sigma
+from lipcert.smoothing._classifier import SmoothedClassifier, load
 from lipcert.smoothing._lattice import from_lattice, to_lattice
 from lipcert.smoothing._noise import noise
 from lipcert.smoothing._normal import quantile, radius
@@ -17,6 +18,7 @@ from lipcert.smoothing._votes import SELECTION
 __all__ = [
     "SigmaChoice",
     "SmoothedCertificates",
+    "SmoothedClassifier",
     "Smoothing",
     "choose_sigma",
     "clopper_pearson",

@@ -39,6 +39,12 @@ class SmoothedCertificates(Certificates):
     distance: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     @property
+    def correct(self) -> Tensor | None:
+        """Whether the prediction is the label, where the classifier does not abstain; bool, shape (N,), or None."""
+        right = super().correct
+        return None if right is None else right & ~self.abstained
+
+    @property
     def abstained(self) -> Tensor:
         """Whether the draws do not determine the most frequent class; bool, shape (N,)."""
         return self.radius == 0

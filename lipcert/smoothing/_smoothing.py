@@ -62,6 +62,7 @@ class Smoothing:
     network's rounding gives each draw the same class.
 
     Attributes:
+        seed: seed of the noise.
         together: number of images certified at once, so that their draws fill batches.
         batch: number of draws computed at once; halved if memory runs out.
 
@@ -102,12 +103,13 @@ class Smoothing:
             eps = settings_of(CertifySettings, eps, SMOOTHING, **settings)
         if batch is not None and not (isinstance(batch, int) and batch > 0):
             raise InputError(f"the number of draws at once must be a whole number, at least 1, got {batch}")
+        eps = eps.smoothed(model.sigma)
         if eps.sigma == AUTO:
             raise InputError(
                 "sigma auto looks at other images than those to certify: take sigma from "
                 "lipcert.smoothing.choose_sigma(model, other_images, other_labels, eps)"
             )
-        self.settings = eps
+        self.settings, self.seed = eps, eps.seed
         sigma, pixels = cast(float, eps.sigma), math.prod(model.input_size)
         error = pixels * cells(sigma, model.device).error
         self.plan = Plan(eps.eps, sigma, eps.samples, float(eps.alpha), eps.all_samples, eps.futility, error)
@@ -205,7 +207,7 @@ class Smoothing:
             dtype=self.dtype,
             sigma=self.plan.sigma,
             alpha=self.plan.alpha,
-            seed=self.settings.seed,
+            seed=self.seed,
             count=torch.tensor([v.count for v in votes], dtype=torch.int64),
             samples=torch.tensor([v.samples for v in votes], dtype=torch.int64),
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
@@ -233,7 +235,7 @@ class Smoothing:
         return [np.concatenate(parts) for parts in per_image]
 
     def _noise(self, index: int, draws: range) -> Tensor:
-        return noise(self.settings.seed, index, draws, self.model.input_size, self.plan.sigma, self.model.device)
+        return noise(self.seed, index, draws, self.model.input_size, self.plan.sigma, self.model.device)
 
     def _predict(self, images: Tensor) -> Tensor:
         """Classes of images on the lattice; in parts if memory runs out; -1 if a logit is NaN."""

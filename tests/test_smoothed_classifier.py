@@ -1,0 +1,201 @@
+"""The smoothed classifier as a module: predictions, abstention, files, the command ``predict``, and reports."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import lipcert
+from lipcert.cli import app
+from lipcert.errors import InputError
+from lipcert.results import read_run
+
+SIGMA = 0.25
+
+
+class Threshold(nn.Module):
+    """Class 1 where the first pixel is above ½."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        above = (x.flatten(1)[:, :1] - 0.5) * self.weight
+        return torch.cat([-above, above], 1)
+
+
+def threshold() -> lipcert.Model:
+    return lipcert.load(Threshold(), mean=(0.0,), std=(1.0,), input_size=(1, 1, 2))
+
+
+def of_shares(*shares: float) -> Tensor:
+    """Images that have these shares of class 1 under the noise, but for the rounding to 8 bits."""
+    first = torch.tensor([0.5 + SIGMA * stats.norm.ppf(share) for share in shares], dtype=torch.float32)
+    images = torch.full((len(shares), 1, 1, 2), 0.5)
+    images[:, 0, 0, 0] = (first * 255).round() / 255
+    return images
+
+
+def small() -> lipcert.Model:
+    torch.manual_seed(0)
+    return lipcert.load("test_resnet", pretrained=False, num_classes=4, input_size=(3, 16, 16))
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [*words])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_predictions_abstain_where_two_classes_are_nearly_as_frequent() -> None:
+    smoothed = lipcert.SmoothedClassifier(threshold(), SIGMA, seed=1)
+    images = of_shares(0.97, 0.03, 0.53)
+    assert smoothed.predict(images).tolist() == [1, 0, -1]
+    shares = smoothed(images, samples=4000)
+    assert shares.shape == (3, 2)
+    torch.testing.assert_close(shares[:, 1], torch.tensor([0.97, 0.03, 0.53]).double(), rtol=0, atol=0.04)
+    found = smoothed.certify(images, torch.tensor([1, 1, 1]))
+    assert found.predicted[:2].tolist() == [1, 0]
+    assert found.abstained.tolist() == [False, False, True]
+    assert found.correct is not None
+    assert found.correct.tolist() == [True, False, False]
+    assert 0 < found.radius[0] <= float(images[0, 0, 0, 0]) - 0.5
+    assert smoothed.predict(images[:0]).shape == (0,)
+
+
+def test_wrong_predictions_are_no_more_than_alpha() -> None:
+    """The two classes are as frequent, so that every prediction is wrong with probability ½ at least."""
+    smoothed = lipcert.SmoothedClassifier(threshold(), SIGMA, seed=2)
+    images = torch.full((1000, 1, 1, 2), 0.5)
+    predicted = smoothed.predict(images, samples=60, alpha=0.1)
+    assert stats.binomtest(int((predicted >= 0).sum()), 1000, 0.1, alternative="greater").pvalue > 0.01
+    assert (predicted >= 0).any()
+
+
+def test_noise_is_fresh_in_every_call_unless_there_is_a_seed() -> None:
+    images = of_shares(*[0.6] * 20)
+    fresh, fixed = (lipcert.SmoothedClassifier(threshold(), SIGMA, seed=seed) for seed in (None, 3))
+    assert not torch.equal(fresh(images), fresh(images))
+    assert torch.equal(fixed(images), fixed(images))
+
+
+def test_it_follows_the_weights_of_its_model() -> None:
+    model = threshold()
+    smoothed = lipcert.SmoothedClassifier(model, SIGMA, seed=4)
+    before = smoothed(of_shares(0.97))
+    with torch.no_grad():
+        model.net.weight.mul_(-1)
+    assert torch.equal(smoothed(of_shares(0.97)), before.flip(1))
+    assert model.sigma is None
+
+
+@pytest.mark.parametrize("denoiser", [None, "natural"])
+def test_a_file_holds_the_noise_and_the_denoiser(denoiser: str | None, tmp_path: Path) -> None:
+    images = torch.rand(2, 3, 16, 16)
+    smoothed = lipcert.SmoothedClassifier(small(), 0.3, denoiser, seed=0)
+    path = tmp_path / "smoothed.safetensors"
+    lipcert.save(smoothed, path)
+    again: Any = lipcert.load(path)
+    assert isinstance(again, lipcert.SmoothedClassifier)
+    assert again.sigma == 0.3
+    again.seed = 0
+    assert torch.equal(again(images), smoothed(images))
+    found: Any = lipcert.certify(again, images, eps=0.1)
+    assert found.method == ("smoothing",) * 2
+    assert found.sigma == 0.3
+    if denoiser is None:
+        assert lipcert.certify(again, images, eps=0.1, method="global").method == ("global",) * 2
+
+
+def test_settings_that_cannot_be_used() -> None:
+    for sigma in (0.0, -1.0, 9.0, float("nan")):
+        with pytest.raises(InputError, match="sigma"):
+            lipcert.SmoothedClassifier(threshold(), sigma)
+    smoothed = lipcert.SmoothedClassifier(threshold(), SIGMA)
+    with pytest.raises(InputError, match="10 draws are too few to predict"):
+        smoothed.predict(of_shares(0.9), samples=10)
+    with pytest.raises(InputError, match="images must have shape"):
+        smoothed.predict(torch.rand(2, 3, 4, 4))
+    with pytest.raises(InputError, match="denoiser"):
+        lipcert.SmoothedClassifier(threshold(), SIGMA, "naturel")
+
+
+def test_the_commands_take_a_file_without_a_sigma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.utils import save_image
+
+    monkeypatch.chdir(tmp_path)
+    lipcert.save(lipcert.SmoothedClassifier(lipcert.load("digits-vit"), 0.2), "smoothed.safetensors")
+    (tmp_path / "images").mkdir()
+    for i in range(2):
+        save_image(torch.rand(1, 28, 28, generator=torch.Generator().manual_seed(i)), tmp_path / f"images/{i}.png")
+    code, printed, said = command("predict", "smoothed.safetensors", "images", "--json")
+    assert code == 0, said
+    rows = json.loads(printed)
+    assert [Path(row["file"]).name for row in rows] == ["0.png", "1.png"]
+    assert all((row["class"] is None) is (row["radius"] == 0) for row in rows)
+    assert all(0 <= row["share"] <= 1 for row in rows)
+    code, printed, said = command("predict", "smoothed.safetensors", "images/0.png", "--samples", "100")
+    assert code == 0, said
+    assert re.search(r"0\.png\s+(\d|abstains)", printed)
+    assert "σ = 0.2" in said
+    code, printed, said = command("certify", "smoothed.safetensors", "--eps", "0.1", "--limit", "3", "--json")
+    assert code == 0, said
+    assert json.loads(printed)["sigma"] == 0.2
+    assert "smoothed classifier, σ = 0.2" in said
+    assert command("certify", "smoothed.safetensors", "--eps", "0.1", "--limit", "3", "--method", "smoothing")[0] == 0
+    code, _, said = command("predict", "digits-vit", "images")
+    assert (code, "give the noise with --sigma" in said) == (2, True)
+
+
+def test_an_image_on_which_it_abstains_is_not_correct(tmp_path: Path) -> None:
+    """Every label has probability 0.48 of two classes, and selecting draws favour it for some."""
+    images, labels = of_shares(*[0.48] * 60), torch.ones(60, dtype=torch.long)
+    found: Any = lipcert.certify(threshold(), images, labels, eps=0.1, method="smoothing", sigma=SIGMA, samples=200)
+    assert found.abstained.all()
+    assert (found.predicted == 1).any()
+    assert not any(row["correct"] for row in found)
+    run = read_run(found.save(tmp_path / "r.jsonl"))
+    assert run.accuracy == 0
+    run.refuse_false_rows()
+
+
+def test_the_card_of_a_smoothed_network_loads_and_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lipcert.save(lipcert.load("digits-vit"), "net.safetensors")
+    words = ("--method", "smoothing", "--sigma", "0.2", "--eps", "0.1", "--limit", "4", "--samples", "100")
+    assert command("certify", "net.safetensors", *words, "--out", "r.jsonl")[0] == 0
+    assert command("report", "r.jsonl", "--card", "card.md")[0] == 0
+    card = (tmp_path / "card.md").read_text()
+    code = re.search(r"## Use it\n\n((?:    .*\n| *\n)+)", card)
+    assert code is not None
+    names: dict[str, Any] = {"images": torch.rand(1, 3, 8, 8)}
+    exec(textwrap.dedent(code[1]), names)
+    assert names["classes"].shape == (1,)
+    assert (tmp_path / "smoothed.safetensors").exists()
+
+
+def test_images_on_which_sigma_was_chosen_stay_out_of_every_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = ("certify", "bundled", "--method", "smoothing", "--sigma", "auto", "--eps", "0.25", "--samples", "200")
+    chosen_on: set[int] = set()
+    for limit, expected in ((6, 6), (30, 30), (120, None)):
+        code, _, said = command(*run, "--limit", str(limit), "--out", "r.jsonl")
+        assert code == 0, said
+        summary = json.loads((tmp_path / "r.summary.json").read_text())
+        chosen_on = chosen_on or {*summary["sigma_choice"]["indices"]}
+        assert {*summary["sigma_choice"]["indices"]} == chosen_on
+        indices = {row["index"] for row in read_run(tmp_path / "r.jsonl").rows}
+        assert not indices & chosen_on
+        assert len(indices) == (expected or 120 - len(chosen_on))
+    assert command("verify", "bundled", "r.jsonl")[0] == 0
