@@ -235,7 +235,7 @@ def test_labels_of_a_flat_folder(tmp_path, text):
         ("filename,label\nx1.png,1\nx2.png,2\n", "from 1"),
         ("filename,label\nx1.png,1\nx2.png,5\n", "label 5"),
         ("filename,label\nx1.png,1\nx1.png,0\n", "two labels"),
-        ("a,b,c\nx1.png,1,2\n", "needs a column"),
+        ("a,b,c\nx1.png,1,2\n", "it needs one of file names"),
         ("filename,label\nx1.png,1\nx2.png,\n", "no label for 1 of 2"),
         ("filename,label\nx1.png,1\nx2.png,dog\n", "such as 1 and dog"),
         ("filename,label\nx1.png,1\nx2.png,-1\n", "label -1"),

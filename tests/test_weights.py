@@ -276,19 +276,14 @@ def test_exported_modules_are_refused_in_one_line():
             load(one, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 2, 2))
 
 
-@pytest.mark.parametrize("given", [{"global_pool": "avg"}, {"drop_rate": 0.1}, {"depth": 2}, {"mlp_ratio": 2.0}])
+@pytest.mark.parametrize(
+    "given", [{"global_pool": "avg"}, {"drop_rate": 0.1}, {"depth": 2}, {"mlp_ratio": 2.0}, {"dynamic_img_size": True}]
+)
 def test_modules_with_arguments_of_timm_are_saved(tmp_path, given):
     net = timm.create_model("test_vit", img_size=32, num_classes=3, **given).eval()
-    lipcert.save(net, tmp_path / "m.safetensors")
+    lipcert.save(net, tmp_path / "m.safetensors", arguments=given)
     images = torch.rand(2, 3, 32, 32)
     assert torch.equal(lipcert.load(tmp_path / "m.safetensors")(images), load(net)(images))
-
-
-def test_modules_for_any_size_of_images_are_saved(tmp_path):
-    net = timm.create_model("test_vit", img_size=32, num_classes=3, dynamic_img_size=True, dynamic_img_pad=True).eval()
-    model, images = load(net, input_size=(3, 40, 72)), torch.rand(2, 3, 40, 72)
-    lipcert.save(model, tmp_path / "m.safetensors")
-    assert torch.equal(lipcert.load(tmp_path / "m.safetensors")(images), model(images))
 
 
 def test_arguments_that_do_not_show_are_given(tmp_path):
