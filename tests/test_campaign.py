@@ -11,7 +11,7 @@ from benchmarks import campaign
 from benchmarks._exact import affine_distances, nearest_change
 from benchmarks._networks import FAMILIES, SLOW, draw
 from lipcert.certifier import METHODS, Anchored, Certifier
-from lipcert.certifier.anchored.walk import Linearization
+from lipcert.certifier.anchored.deviations import Linearization
 
 IMAGES = 6
 

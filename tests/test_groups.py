@@ -12,7 +12,7 @@ import lipcert
 from lipcert.bounds import analyze, margins
 from lipcert.certifier import METHODS, Certifier
 from lipcert.certifier._local import Local
-from lipcert.certifier.anchored import Anchored, Behind, anchored
+from lipcert.certifier.anchored import Anchored, PrefixedAnchored, anchored
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import seed_of, weights_hash
 from lipcert.norms import Ledger
@@ -262,7 +262,7 @@ def test_the_certificate_behind_a_cut_needs_no_ledger(delta):
     layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 40), nn.GELU(), nn.Linear(40, 3)
     model = lipcert.load(nn.Sequential(*layers), mean=(0.0,), std=(1.0,), input_size=(1, 6, 6)).double()
     method = anchored(model, delta=delta)
-    assert isinstance(method, Behind)
+    assert isinstance(method, PrefixedAnchored)
     assert method.whole is not None
     images = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)).double()
     predicted, margin = margins(model(images))

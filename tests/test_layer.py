@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from truth import holds_or_refused
 
 from lipcert.bounds import margins
-from lipcert.certifier.anchored import Behind
-from lipcert.certifier.anchored.behind import constant_up_to, cut_behind_kinks
+from lipcert.certifier.anchored import PrefixedAnchored
 from lipcert.certifier.anchored.layer import Layer, LayerAt
 from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions
+from lipcert.certifier.anchored.prefix import constant_up_to, cut_after_kinks
 from lipcert.graph import run
 from lipcert.model import Model
 from lipcert.surgery import MaxMin, SmoothMaxMin
@@ -92,20 +92,20 @@ def model(net: nn.Module, scale: float = 1.0) -> Model:
     return Model(net.eval(), mean=(0.5,), std=(0.5,), input_size=SIZE).double()
 
 
-def behind_its_cut(net: Model, eps: float | None = None) -> Behind:
+def behind_its_cut(net: Model, eps: float | None = None) -> PrefixedAnchored:
     graph = prepared(recorded(net), net, forms=False)
-    cut = cut_behind_kinks(graph)  # also where its constant is too loose to be used
+    cut = cut_after_kinks(graph)  # also where its constant is too loose to be used
     assert cut is not None
-    return Behind(net, graph, cut, constant_up_to(graph, cut, net), budget=NormOptions().budget, eps=eps)
+    return PrefixedAnchored(net, graph, cut, constant_up_to(graph, cut, net), budget=NormOptions().budget, eps=eps)
 
 
-def behind(net: Model, eps: float | None = None) -> tuple[Behind, Layer]:
+def behind(net: Model, eps: float | None = None) -> tuple[PrefixedAnchored, Layer]:
     method = behind_its_cut(net, eps)
     assert method.layer is not None
     return method, method.layer
 
 
-def at(method: Behind, images: Tensor) -> LayerAt:
+def at(method: PrefixedAnchored, images: Tensor) -> LayerAt:
     assert method.layer is not None
     return method.layer.at(method.evaluated(images))
 
@@ -139,9 +139,9 @@ def attacked(net: Model, image: Tensor, several: int = 3) -> list[float]:
     for _ in range(several):
         g = torch.randn(1, layer.network.graph.output.entries, dtype=torch.float64)
         for margin in (0.1, 10.0):  # it decides κ, and any κ gives a bound
-            fall = at(method, image).fall(g, g.norm(dim=1), torch.tensor([margin], dtype=torch.float64))
+            decrease = at(method, image).decrease(g, g.norm(dim=1), torch.tensor([margin], dtype=torch.float64))
             for radius in (1e-3, 0.1, 1.0, 10.0):
-                bound = fall(torch.tensor([radius], dtype=torch.float64)).item()
+                bound = decrease(torch.tensor([radius], dtype=torch.float64)).item()
                 reached = falls(layer, image, g[0], radius)
                 assert reached <= bound
                 shares.append(reached / bound)
@@ -177,13 +177,13 @@ def test_every_direction_in_a_plane() -> None:
         values = network.values(image[None])
         centre, end = values[network.source][0], values[network.graph.output][0]
         g = torch.randn(1, end.numel(), dtype=torch.float64)
-        fall = at(method, image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+        decrease = at(method, image).decrease(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
         for radius in (0.05, 0.5, 3.0):
             points = centre.flatten() + layer.scale * radius * disc.reshape(-1, 2)
             points = points.reshape(len(points), *centre.shape)
             (moved,) = network.replay(network.source, points, [network.graph.output], {})
             exact = -((moved - end).reshape(len(points), -1) @ g[0]).min().item()
-            bound = fall(torch.tensor([radius], dtype=torch.float64)).item()
+            bound = decrease(torch.tensor([radius], dtype=torch.float64)).item()
             assert exact <= bound
             ratios.append(bound / exact)
     assert torch.tensor(ratios).median() < 2
@@ -199,8 +199,8 @@ def test_it_holds_at_the_pixels(name: str) -> None:
     network, eps = layer.network, 0.3
     (end,) = (network.values(image[None])[network.graph.output],)
     g = torch.randn(1, end.numel(), dtype=torch.float64)
-    fall = at(method, image).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
-    bound = fall(torch.tensor([eps * method.constant], dtype=torch.float64)).item()
+    decrease = at(method, image).decrease(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+    bound = decrease(torch.tensor([eps * method.constant], dtype=torch.float64)).item()
     for _ in range(400):
         step = torch.randn_like(image)
         near = (image + eps * step / step.norm()).clamp(0, 1)
@@ -229,16 +229,16 @@ def test_bounds_do_not_depend_on_the_batch() -> None:
     images = torch.rand(3, *SIZE, dtype=torch.float64)
     g = torch.randn(3, layer.network.graph.output.entries, dtype=torch.float64)
     radius, one = torch.full((3,), 0.2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    together = at(method, images).fall(g, g.norm(dim=1), one)
-    alone = [at(method, images[i : i + 1]).fall(g[i : i + 1], g[i : i + 1].norm(dim=1), one[:1]) for i in range(3)]
-    expected = torch.cat([fall(radius[:1]) for fall in alone])
+    together = at(method, images).decrease(g, g.norm(dim=1), one)
+    alone = [at(method, images[i : i + 1]).decrease(g[i : i + 1], g[i : i + 1].norm(dim=1), one[:1]) for i in range(3)]
+    expected = torch.cat([decrease(radius[:1]) for decrease in alone])
     assert torch.allclose(together(radius), expected, rtol=1e-9)
     assert torch.equal(together.only(torch.tensor([2]))(radius[:1]), together(radius)[2:])
     whole = at(method, images)
     for places in ([2], [0, 2], [1, 0]):
         some = torch.tensor(places)
-        fall = whole.only(some).fall(g[some], g[some].norm(dim=1), one[some])
-        assert torch.allclose(fall(radius[some]), expected[some], rtol=1e-9)
+        decrease = whole.only(some).decrease(g[some], g[some].norm(dim=1), one[some])
+        assert torch.allclose(decrease(radius[some]), expected[some], rtol=1e-9)
 
 
 def test_for_a_verdict_only_margins_that_need_it_are_bounded() -> None:
@@ -251,11 +251,11 @@ def test_for_a_verdict_only_margins_that_need_it_are_bounded() -> None:
     linearized = method(image).anchor.linearization
     rival = gaps.argmin(1)
     toward = RivalMargin(linearized, rival, predicted, gaps)
-    assert toward.fall is not None
+    assert toward.decrease is not None
     for factor, known in ((1.5, True), (3.0, False)):
         margin = factor * toward.slope * layer.radius
-        fall = at(method, image).fall(torch.randn(1, 64, dtype=torch.float64), toward.slope, margin)
-        assert bool(fall(margin.new_tensor([layer.radius])).isfinite()) == known
+        decrease = at(method, image).decrease(torch.randn(1, 64, dtype=torch.float64), toward.slope, margin)
+        assert bool(decrease(margin.new_tensor([layer.radius])).isfinite()) == known
 
 
 @pytest.mark.parametrize("bend", [nn.Hardtanh, nn.LeakyReLU])
@@ -318,11 +318,11 @@ def test_slopes_and_operands_are_of_one_evaluation(side: int) -> None:
     g = torch.tensor([[-1.0, 1.5 if side > 0 else -0.5, 0.05]], dtype=torch.float64)
     before = method.evaluated(image)
     before.values[z] = -before.values[z]
-    fall = layer.at(before).fall(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
+    decrease = layer.at(before).decrease(g, g.norm(dim=1), torch.ones(1, dtype=torch.float64))
     angles = torch.linspace(0, 2 * math.pi, 721, dtype=torch.float64)
     for radius in (0.1, 1.0):
         circle = layer.scale * radius * torch.stack((angles.cos(), angles.sin()), 1)
         points = (values[network.source].reshape(1, 2) + circle)[:, None]
         (moved,) = network.replay(network.source, points, [network.graph.output], {})
         exact = -((moved - values[network.graph.output]).reshape(len(points), -1) @ g[0]).min().item()
-        assert 1.49 * layer.scale * radius < exact <= fall(torch.tensor([radius], dtype=torch.float64)).item()
+        assert 1.49 * layer.scale * radius < exact <= decrease(torch.tensor([radius], dtype=torch.float64)).item()

@@ -13,7 +13,7 @@ import lipcert
 from lipcert.bounds import Form, margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._lofast import Layers, LoFAST
-from lipcert.certifier.anchored.margin import RivalMargin, Weighed, change, curvature_norms, head_distances
+from lipcert.certifier.anchored.margin import AppliedForm, RivalMargin, change, curvature_norms, head_distances
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.norms import Ledger, lanczos_norm
 from lipcert.roundoff import Chains
@@ -459,14 +459,14 @@ def test_weighed_curvature(name):
     eps = 1.5 * toward.radius()
     moved = anchor.deviations(eps).operands
     everyone = torch.ones(len(pixels), dtype=torch.bool)
-    forms = {v: Weighed(rules[v].contracted(toward.at_nodes[v], moved[v]), everyone) for v in nodes}
+    forms = {v: AppliedForm(rules[v].contracted(toward.at_nodes[v], moved[v]), everyone) for v in nodes}
     gains = curvature_norms(toward, forms, 0)
     assert set(gains) == set(nodes)
     found, left, plain = anchor.deviations(eps, gains), toward.bound(eps, gains, forms), toward.bound(eps)
     assert bool((left > plain).all())
     targets = [v.operands[forms[v][0].forms[0].operand] for v in nodes]
     for v in nodes:
-        for form, size in zip(forms[v][0].forms, found.weighed[v], strict=True):
+        for form, size in zip(forms[v][0].forms, found.form_norms[v], strict=True):
             assert bool((size <= form.norm * moved[v][form.operand] * 1.1).all())
     for seed in range(3):
         delta = scaled_to(seeded(*anchor.linearization.values[method.network.source].shape, seed=seed), eps)
@@ -476,7 +476,7 @@ def test_weighed_curvature(name):
             for v, u, value in zip(nodes, targets, values, strict=True):
                 (form,) = forms[v][0].forms
                 size = form(value - anchor.linearization.values[u]).detach().flatten(1).norm(dim=1)
-                assert bool((size <= found.weighed[v][0] * (1 + 1e-9)).all())
+                assert bool((size <= found.form_norms[v][0] * (1 + 1e-9)).all())
             logits = logits_from(method, anchor, delta)
             margin = (logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None]))[:, 0]
             assert bool((margin >= left - 1e-9).all())

@@ -15,10 +15,10 @@ import lipcert
 from lipcert.bounds import RULES, margins
 from lipcert.bounds._remainder import largest_share
 from lipcert.certifier import Anchored
-from lipcert.certifier.anchored.margin import RivalMargin, Weighed, _with_sectors, curvature_norms
+from lipcert.certifier.anchored.deviations import NORM
+from lipcert.certifier.anchored.margin import AppliedForm, RivalMargin, _with_sectors, curvature_norms
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.ray import SECTORS, sector
-from lipcert.certifier.anchored.walk import NORM
 from lipcert.graph import Node
 from lipcert.surgery import SmoothMaxMin
 
@@ -116,12 +116,12 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
         moved = one.moved(eps)
         everyone = torch.ones(len(eps), dtype=torch.bool)
         answers = {v: at.remainders[v].contracted(g, moved[v]) for v, g in one.at_nodes.items()}
-        forms = {v: Weighed(answer, everyone) for v, answer in answers.items() if answer is not None}
+        forms = {v: AppliedForm(answer, everyone) for v, answer in answers.items() if answer is not None}
         at.norms.ledger = at.finder.ledger(len(eps))
         norms = curvature_norms(one, forms, 0)
         index, numbers = _with_sectors(torch.arange(len(eps)))
         wide, curved = one.only(index), {v: [form.only(index) for form in found] for v, found in norms.items()}
-        walk = wide.at.walk(eps[index], curved, sector=sector(wide.ray, eps[index], numbers))
+        reached = wide.at.propagate(eps[index], curved, sector=sector(wide.ray, eps[index], numbers))
         left = one._inside(eps[index], index, numbers, norms, forms).unflatten(0, (len(eps), -1))
         nodes = list(network.rules)
         targets = [u for v in nodes for u in v.operands]
@@ -139,18 +139,18 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
                         for place, u in enumerate(v.operands):
                             if u is not target:
                                 continue
-                            bounds = walk.operands[v]
+                            bounds = reached.operands[v]
                             slack = 1e-12 * (1 + values[u].flatten(1).norm(dim=1))
                             size = deviation.flatten(1).norm(dim=1)
                             assert bool((size <= bounds[place] * (1 + 1e-9) + slack).all()), (v, u)
                             if v in at.plan.each and bounds[-1].dim() == 2:
                                 entries = deviation.flatten(1).abs()
                                 assert bool((entries <= bounds[-1] * (1 + 1e-9) + slack[:, None]).all()), v
-                            for form, most in zip(forms[v].answer.forms if v in forms else (), walk.weighed.get(v, ()),
-                                                  strict=False):  # fmt: skip
-                                if v.operands[form.operand] is u:
-                                    shown = form.only(index)(deviation).flatten(1).norm(dim=1)
-                                    assert bool((shown <= most * (1 + 1e-9) + slack).all()), v
+                            applied = forms[v].answer.forms if v in forms else ()
+                    for form, most in zip(applied, reached.form_norms.get(v, ()), strict=False):
+                        if v.operands[form.operand] is u:
+                            shown = form.only(index)(deviation).flatten(1).norm(dim=1)
+                            assert bool((shown <= most * (1 + 1e-9) + slack).all()), v
                 logits = found[-1].reshape(len(index), -1)
                 y, j = predicted[index], one_rivals(one)[index]
                 margin = (logits.gather(1, y[:, None]) - logits.gather(1, j[:, None]))[:, 0]
@@ -170,7 +170,7 @@ def one_rivals(one):
 def test_entries_are_bounded_by_their_own_rows(name):
     """Some entries get less than the largest, and each bound belongs to the entry that the operation reads there."""
     one, _ = toward(MODELS[name]())
-    found = one.at.walk(one.radius())
+    found = one.at.propagate(one.radius())
     assert one.at.plan.each
     for v in one.at.plan.each:
         assert found.operands[v][-1].shape == (2, v.operands[0].entries)

@@ -24,7 +24,7 @@ from lipcert.bounds import MarginBounds, Operand, analyze, key_of, local_error, 
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.bounds.rules.normalization import normalised_rounding
 from lipcert.certifier import Anchored, DeployedAnchored
-from lipcert.certifier.anchored.gradients import margin_gradients
+from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.margin import first_order_loss
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, capture

@@ -86,13 +86,13 @@ def test_forms_are_left_out_where_they_do_not_reach(eager, monkeypatch):
             weight *= 4  # the limit falls less than the radius
     predicted, gaps = margins(model(images))
     radius = Anchored(model)(images).radius(predicted, gaps)
-    weighings, weighed = [], RivalMargin.weighed
+    weighings, weighed = [], RivalMargin.radius_with_forms
 
     def counted(*args):
         weighings.append(args)
         return weighed(*args)
 
-    monkeypatch.setattr(RivalMargin, "weighed", counted)
+    monkeypatch.setattr(RivalMargin, "radius_with_forms", counted)
     for share, formed in ((1.2, True), (2.5, False)):
         eps = share * radius.item()
         assert eps < first_order_limit(model, images, predicted).item()
@@ -130,7 +130,7 @@ def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
             super().__init__(at, rivals, predicted, margins)
             groups.append([(at.images[i].sum().item(), rivals[i].item()) for i in range(len(rivals))])
 
-        def weighed(self, least, round):
+        def radius_with_forms(self, least, round):
             groups.pop()  # contracted forms, for one rival of each image
             return least
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from lipcert.certifier._linearised import LinearisedMethod
 from lipcert.certifier._method import Subject
-from lipcert.certifier.anchored.behind import Behind, anchored
 from lipcert.certifier.anchored.deployed import DeployedAnchored
 from lipcert.certifier.anchored.method import Anchored
+from lipcert.certifier.anchored.prefix import PrefixedAnchored, anchored
 from lipcert.norms import Budget
 from lipcert.settings import STAGED
 
@@ -22,12 +22,12 @@ class AnchoredMethod(LinearisedMethod):
     def __init__(self, subject: Subject, budget: Budget, limit: float = math.inf):
         super().__init__(subject, budget, limit)
         self.deployed = isinstance(self.engine, DeployedAnchored)
-        if isinstance(self.engine, Behind):
+        if isinstance(self.engine, PrefixedAnchored):
             self.note = self.engine.described
             alone = self.engine.whole is None or self.proves
             self.proves = subject.roundoff is None and self.engine.proves and alone
 
-    def linearise(self) -> Anchored | Behind | DeployedAnchored:
+    def linearise(self) -> Anchored | PrefixedAnchored | DeployedAnchored:
         settings, model = self.subject.settings, self.subject.model
         options: dict[str, Any] = {"delta": self.budget.delta, "rigor": settings.rigor}
         if self.subject.roundoff is not None:

@@ -30,13 +30,12 @@ from torch import Tensor
 from lipcert.bounds import per_image
 from lipcert.certifier._linearised import LinearisedMethod
 from lipcert.certifier._search import search
-from lipcert.certifier.anchored.gradients import disturbed
-from lipcert.certifier.anchored.jacobians import FEW, explicit_error
+from lipcert.certifier.anchored.deviations import Deviations, Linearization
+from lipcert.certifier.anchored.jacobians import FEW, explicit_error, perturbed
 from lipcert.certifier.anchored.margin import change, head_distances
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, layerwise_pairs
-from lipcert.certifier.anchored.walk import Deviations, Linearization
 from lipcert.graph import Node
 from lipcert.model import Model
 from lipcert.norms import Ledger
@@ -85,7 +84,7 @@ class Layers:
 
     def deviations(self, eps: Tensor) -> Deviations:
         """Bounds on the deviations of all values for perturbations of norm at most eps, shape (N,)."""
-        return self.linearization.walk(eps, layerwise=True)
+        return self.linearization.propagate(eps, layerwise=True)
 
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better."""
@@ -115,7 +114,7 @@ def logit_differences(at: Linearization, predicted: Tensor) -> dict[Node, Tensor
     starts, output = [last.start, *last.nonlinear], network.graph.output
     if output.entries > FEW or output in starts:
         return {}
-    reached, added = disturbed(at.values, starts, network.replay.between(last.start, [output]), [output])
+    reached, added = perturbed(at.values, starts, network.replay.between(last.start, [output]), [output])
     if not reached[output].requires_grad:
         return {}
     bounds: dict[Node, list[Tensor]] = {a: [] for a in starts}

@@ -35,7 +35,7 @@ from lipcert.numerics._l2 import (
 from lipcert.numerics._memory import give_back, is_out_of_memory, keep_freed, memory_left
 from lipcert.numerics._random_states import random_states
 from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_out
-from lipcert.numerics._slack import INFLATE, ROUNDED_ANGLE, SAFETY, SMALLEST_NORMAL, UNIT, at_most
+from lipcert.numerics._slack import INFLATE, ROUNDED_ANGLE, ROUNDED_SUM, SAFETY, SMALLEST_NORMAL, UNIT, at_most
 from lipcert.numerics._trees import leaves, mapped
 from lipcert.numerics._upper import INFINITE, Number, Upper, root_sum_squares
 from lipcert.numerics._workers import worker_pool

@@ -13,6 +13,8 @@ UNIT = 2.0**-53
 SMALLEST_NORMAL = 2.0**-1022
 # Sums of n < 4e6 products of non-negative float64 numbers have a relative error of at most (n + 8) 2⁻⁵³ < 1e-9.
 INFLATE = 1 + 1e-9
+# More than the rounding error of a sum of two vectors, relative to the norms of both.
+ROUNDED_SUM = 1e-13
 # More than the rounding errors of angles of [0, π/2], their sines and cosines.
 ROUNDED_ANGLE = 1e-12
 # Relative slack for a bound computed by thousands of sums and products of non-negative float64 numbers. Each rounds by

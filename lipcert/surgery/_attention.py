@@ -31,12 +31,11 @@ from torch import Tensor, nn
 
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
-from lipcert.numerics import INFINITE, Bound, Upper, as_tensor, held, through
+from lipcert.numerics import INFINITE, UNIT, Bound, Upper, as_tensor, held, through
 from lipcert.surgery._distance import attention_gain
 from lipcert.surgery._linear import LipLinear
 
 _REFERENCE = "lipcert.surgery._distance, after Kim et al., arXiv 2006.04710"
-_UNIT = 2.0**-53
 
 
 class L2Attention(nn.Module):
@@ -175,7 +174,7 @@ class L2Attention(nn.Module):
         """
         pairs = zip(self._by_head(self.q.weight), self._by_head(self.v_weight), strict=True)
         heads = [dense_norm(w) ** 2 * dense_norm(v) * self.scale for w, v in pairs]
-        size = sum((head * head for head in heads), Upper(0)).sqrt() * token_norm * (1 + 4 * _UNIT)
+        size = sum((head * head for head in heads), Upper(0)).sqrt() * token_norm * (1 + 4 * UNIT)
         if self.v_bias is not None:
             size = size + _frobenius(self.v_bias.detach().double())
         size = size * dense_norm(self.proj.weight)
@@ -209,7 +208,7 @@ class L2Attention(nn.Module):
         mixing = queries @ values.transpose(1, 2) * self.scale
         folded = outputs @ mixing.transpose(1, 2)
         error = _frobenius(queries) * _frobenius(values) * _frobenius(outputs) * self.scale
-        error = error * (16 * (self.dim + 2 * max(self.head_dim, self.value_dim) + 32) * _UNIT)
+        error = error * (16 * (self.dim + 2 * max(self.head_dim, self.value_dim) + 32) * UNIT)
         rises = as_tensor(gains)
         heads = rises * torch.linalg.matrix_norm(queries, 2)
         balanced = (torch.linalg.matrix_norm(folded, 2) / heads).sqrt()
@@ -218,9 +217,9 @@ class L2Attention(nn.Module):
             rho = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
             inward = (rises * rho)[:, None, None] * queries
             outward = folded / rho[:, None, None]
-            first = dense_norm(inward.flatten(0, 1)) + _frobenius(inward) * (4 * _UNIT)
-            second = dense_norm(outward.transpose(0, 1).flatten(1)) + _frobenius(outward) * (4 * _UNIT)
-            second = second + error * (1 / float(rho.detach().min()) * (1 + 4 * _UNIT))
+            first = dense_norm(inward.flatten(0, 1)) + _frobenius(inward) * (4 * UNIT)
+            second = dense_norm(outward.transpose(0, 1).flatten(1)) + _frobenius(outward) * (4 * UNIT)
+            second = second + error * (1 / float(rho.detach().min()) * (1 + 4 * UNIT))
             bounds.append(first * second)
         return Bound.deterministic(min(bounds), method, _REFERENCE)
 

@@ -31,11 +31,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.certifier.anchored.method import ROUNDS, linearized_radius, weighable, work_with_curvature
+from lipcert.certifier.anchored.deviations import (
+    EXACT,
+    NO_CURVATURE,
+    Curvature,
+    DeployedErrors,
+    Deviations,
+    Linearization,
+)
+from lipcert.certifier.anchored.method import ROUNDS, form_norms_of_a_rival, linearized_radius, work_with_curvature
 from lipcert.certifier.anchored.network import Network, an_image, prepared, whole_modules
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
-from lipcert.certifier.anchored.walk import EXACT, NO_CURVATURE, Curvature, DeployedErrors, Deviations, Linearization
 from lipcert.errors import UnsupportedOperation
 from lipcert.model import Model
 from lipcert.norms import Ledger
@@ -68,7 +75,7 @@ class DeployedAnchored:
         graph = prepared(graph, model, forms=False, deployed=True)
         self.network = Network(model, graph=graph, deployed=True, merged=True)
         self.plan = NormPlan(self.network, anchored_pairs(self.network))
-        spare = _WEIGHINGS * ROUNDS * weighable(self.network)
+        spare = _WEIGHINGS * ROUNDS * form_norms_of_a_rival(self.network)
         self.finder = NormFinder(self.network, self.plan, settings, spare=spare)
         self.ranges = Gains(self.network.graph, model, self.format, refused)
         self.rounding = [node for node in self.network.graph.nodes[1:] if not passes(node)]
@@ -105,7 +112,7 @@ class DeployedAnchor:
         that radius. If it is much smaller, smaller balls are tried, in which rounding errors are smaller too.
         """
         at = self.linearization
-        at.deployed, at.weighing = EXACT, 0
+        at.deployed, at.searches = EXACT, 0
         real = linearized_radius(at, predicted, margins, limit)
         best = torch.zeros_like(real)
         for share in _SHARES:
@@ -113,7 +120,7 @@ class DeployedAnchor:
             if not bool(improvable.any()):
                 break
             self.measure(share * real)
-            at.weighing += 1  # the rounding errors depend on the norms so far
+            at.searches += 1  # the rounding errors depend on the norms so far
             within = torch.minimum(linearized_radius(at, predicted, margins, limit), share * real)
             best = torch.where(improvable, torch.maximum(best, within), best)
         entry = self.method.format.entry(at.images, real)
@@ -140,12 +147,12 @@ class DeployedAnchor:
     def _found(self, eps: Tensor) -> DeployedErrors:
         """The rounding errors within eps, if those before each operation are no larger than the assumed ones."""
         at = self.linearization
-        network, rounded, walked = at.network, at.norms.rounded, at.walk(eps)
-        starts = {deviation.stage.start: deviation.start for deviation in walked.stages}
+        network, rounded, bounds = at.network, at.norms.rounded, at.propagate(eps)
+        starts = {deviation.stage.start: deviation.start for deviation in bounds.stages}
         unlimited, zero = torch.full_like(eps, math.inf), torch.zeros_like(eps)
         moved, collected, local = {network.source: eps}, {network.source: zero}, {}
         for node, links in network.chains.links.items():
-            for u, bound in zip(node.operands, walked.operands.get(node, ()), strict=False):
+            for u, bound in zip(node.operands, bounds.operands.get(node, ()), strict=False):
                 moved[u] = torch.minimum(moved[u], bound)
             error = zero
             if not passes(node):
@@ -156,7 +163,7 @@ class DeployedAnchor:
             gains = [self.gains[link] for link in links]
             collected[node] = at_most(sum(map(times, gains, before), error))
             reach = sum(map(times, gains, (moved[link.operand] for link in links)), error + rounded.errors[node])
-            reach = reach + walked.remainders.get(node, zero)
+            reach = reach + bounds.remainders.get(node, zero)
             most = starts[node] + rounded.noise[node] if node in starts else unlimited
             moved[node] = torch.minimum(at_most(reach * (1 + SAFETY)), most)
         place = {node: number for number, node in enumerate(collected)}
@@ -174,4 +181,4 @@ class DeployedAnchor:
 
     def deviations(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Deviations:
         """Bounds on the deviations of deployed values for perturbations of norm at most eps, after :meth:`measure`."""
-        return self.linearization.walk(eps, curvature)
+        return self.linearization.propagate(eps, curvature)

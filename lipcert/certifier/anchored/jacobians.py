@@ -1,20 +1,20 @@
-"""Products with the Jacobians of a network at nominal values, and norms computed from them."""
+"""Gradients and products with the Jacobians of a network at nominal values, and norms computed from them."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Form
-from lipcert.certifier.anchored.gradients import Values
+from lipcert.bounds import Form, per_image
 from lipcert.certifier.anchored.network import Network
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Node
+from lipcert.graph import Node, run
 from lipcert.norms import (
     Draw,
     explicit_norm,
@@ -43,6 +43,81 @@ _COLUMN_PROBES = 512
 _MOST = 2**27
 # Lanczos runs from all start vectors at once if the values have at most this many entries for an image.
 _COPIED = 2**19
+
+Values = Mapping[Node, Tensor]
+
+
+def perturbed(
+    values: Values, sources: Sequence[Node], path: Sequence[Node], targets: Sequence[Node]
+) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
+    """The targets as functions of perturbations that are added to the sources, and these perturbations, all 0."""
+    inside = {*path}
+    outside = [a for a in sources if a not in inside]
+    read = [operand for node in path for operand in node.operands]
+    fixed = list(dict.fromkeys(u for u in (*outside, *targets, *read) if u not in inside))
+
+    def one(*nominal: Tensor) -> tuple[Tensor, ...]:
+        computed: dict[Node, Any] = dict(zip(fixed, nominal, strict=False))
+        extra = dict(zip(sources, nominal[len(fixed) :], strict=True))
+        for a in outside:
+            computed[a] = computed[a] + extra[a]
+        for node in path:
+            run((node,), computed)
+            if node in extra:
+                computed[node] = computed[node] + extra[node]
+        return tuple(computed[u] for u in targets)
+
+    added = {a: torch.zeros_like(values[a], requires_grad=True) for a in sources}
+    with torch.enable_grad():
+        reached = torch.vmap(one)(*(values[u] for u in fixed), *added.values())
+    return dict(zip(targets, reached, strict=True)), added
+
+
+def margin_gradients(
+    network: Network,
+    values: Values,
+    nodes: Sequence[Node],
+    rivals: Tensor,
+    predicted: Tensor,
+    linear: Mapping[Node, Tensor] = MappingProxyType({}),
+) -> tuple[Tensor, dict[Node, Tensor]]:
+    """∇m with respect to the source, shape (N, entries), and to results of operations, for margins m = f_y − f_j.
+
+    With ``linear``, Σ_u ⟨b_u, u⟩ is subtracted from m first.
+    """
+    output, source = network.graph.output, network.source
+    path = network.replay.between(source, [output])
+    targets = list(dict.fromkeys((output, *linear)))
+    reached, added = perturbed(values, list(dict.fromkeys((source, *nodes))), path, targets)
+    with torch.enable_grad():
+        logits = reached[output].reshape(len(rivals), -1)
+        margin = logits.gather(1, predicted[:, None]) - logits.gather(1, rivals[:, None])
+        pulled = [torch.ones_like(margin), *(-slope for slope in linear.values())]
+        gradients = torch.autograd.grad([margin, *(reached[u] for u in linear)], list(added.values()), pulled)
+    slopes = dict(zip(added, gradients, strict=True))
+    return per_image(slopes[source]), {node: slopes[node] for node in nodes}
+
+
+def tangents(network: Network, values: Values, nodes: Sequence[Node], direction: Tensor) -> dict[Node, Tensor]:
+    """G(source → u) p for every u of ``nodes`` for which autograd finds it, each of shape (N, *u.shape)."""
+    source = values[network.source].detach().requires_grad_()
+    start = direction.reshape(source.shape)
+    with torch.enable_grad():
+        targets = network.replay(network.source, source, [u for u in nodes if u is not network.source], dict(values))
+        moving = [target for target in targets if target.requires_grad]
+        weights = [torch.zeros_like(target, requires_grad=True) for target in moving]
+        products: list[Tensor | None] = [None] * len(weights)
+        if moving:
+            (pulled,) = torch.autograd.grad(moving, source, weights, create_graph=True)
+            if pulled.requires_grad:
+                products = list(torch.autograd.grad(pulled, weights, start, allow_unused=True))
+    remaining = iter(products)
+    moved = {u: start for u in nodes if u is network.source}
+    for u, target in zip([u for u in nodes if u is not network.source], targets, strict=True):
+        one = next(remaining) if target.requires_grad else None
+        if one is not None:
+            moved[u] = one.detach()
+    return moved
 
 
 class LinearOperator(NamedTuple):
@@ -83,17 +158,17 @@ class Jacobians:
                 "use rigor='probabilistic'"
             )
 
-    def writes_out(self, a: Node, rows: int) -> bool:
+    def explicit(self, a: Node, rows: int) -> bool:
         """Whether the norm of a G(a → b) with this many rows is computed from its entries, without start vectors."""
         return self.deterministic or min(a.entries, rows) <= FEW
 
     def error_factor(self, a: Node, rows: int) -> float:
         """The error of :meth:`norm` for a matrix with these rows, in units of a bound S on that of products with it."""
-        if self.writes_out(a, rows):
+        if self.explicit(a, rows):
             return explicit_error(a.entries, rows)
         return lanczos_error(part=start_vectors(self.delta, min(a.entries, rows))[1])
 
-    def writes_out_rows(self, a: Node, b: Node) -> bool:
+    def explicit_rows(self, a: Node, b: Node) -> bool:
         """Whether the largest norm of a row is computed from the entries: of an affine path, once for all images."""
         few = min(a.entries, b.entries) <= PROBES
         return self.deterministic or few or (a.entries <= LONG and self.network.affine_path(a, b))
@@ -198,7 +273,7 @@ class Jacobians:
         images, rows, columns = len(values[a]), b.entries, a.entries
         if not rows * columns:
             return values[a].new_zeros(images, max(1, rows // block), dtype=torch.float64)
-        together = min(images, max(1, _MOST // (rows * columns))) if self.writes_out(a, rows) else images
+        together = min(images, max(1, _MOST // (rows * columns))) if self.explicit(a, rows) else images
         norms = []
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
             jacobian = self.operator(a, b, part, several=True)

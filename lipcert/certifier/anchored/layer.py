@@ -1,6 +1,6 @@
-"""The last layer with kinks before a cut: how far a functional of the cut may fall.
+"""The last layer with kinks before a cut: how much a functional of the cut may decrease.
 
-Behind a cut c (:mod:`.behind`) the value c(x′) lies in a ball of radius K ε around ĉ(x), and the first-order part of a
+Behind a cut c (:mod:`.prefix`) the value c(x′) lies in a ball of radius K ε around ĉ(x), and the first-order part of a
 margin, −⟨g, c(x′) − ĉ(x)⟩ with its gradient g at c, is at most ‖g‖ K ε. That is far from attained if g does not lie
 along the directions that the last layer before c enlarges most. Let b be an earlier cut, K_b the Lipschitz constant of
 x ↦ b(x), and let c be a function of b in which a single operation v = relu(z) is not affine. With ĉ, b̂, ẑ computed at
@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Value, canonical_forms, gamma, global_values, lengths, per_image
-from lipcert.certifier.anchored.gradients import disturbed, tangents
+from lipcert.certifier.anchored.jacobians import perturbed, tangents
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import PIECES, Graph, Node, examples, run, segment
@@ -54,6 +54,7 @@ from lipcert.numerics import (
     INFLATE,
     OWN_ROUNDING,
     ROUNDED_ANGLE,
+    ROUNDED_SUM,
     SAFETY,
     at_most,
     l2_norm,
@@ -70,8 +71,6 @@ _SECTORS = 80
 _NEAR, _TOGETHER = 2.0, 8
 # What is computed for each image.
 _TERMS = ("scale", "offset", "slope", "ahead", "pulled", "apart", "noise", "constant", "lost")
-# More than the rounding error of a sum of two vectors, relative to both.
-_ADDED = 1e-13
 # Shorter gradients have no direction in float64.
 _NO_SLOPE = 1e-100
 
@@ -168,12 +167,12 @@ class Layer:
         return LayerAt(self, values, *errors)
 
     def terms(self, at: LayerAt, g: Tensor, margin: Tensor) -> Tensor:
-        """The numbers ``_TERMS``, shape (N, terms); arguments as for :meth:`LayerAt.fall`."""
+        """The numbers ``_TERMS``, shape (N, terms); arguments as for :meth:`LayerAt.decrease`."""
         network, relu, z = self.network, self.relu, self.operand
         start, end = network.source, network.graph.output
         values, error, at_end = at.values, at.error, at.at_end
         nodes = list(network.chains.links)
-        reached, added = disturbed(values, [start, *nodes], network.replay.between(start, [end]), [end, z])
+        reached, added = perturbed(values, [start, *nodes], network.replay.between(start, [end]), [end, z])
         pulled = torch.autograd.grad(reached[end], list(added.values()), g.view_as(reached[end]), retain_graph=True)
         at_nodes = {node: slope.detach() for node, slope in zip(added, pulled, strict=True)}
 
@@ -211,8 +210,8 @@ class Layer:
             for link in network.chains.links[node]:
                 lost = lost + local.off[link] * lengths_at[node] * moved[link.operand]
         tilt = l2_norm(linear, 1)
-        lost = lost + tilt * (self.error + noise[z] + _ADDED * moved[z])
-        lost = lost + _ADDED * (slope + 2 * tilt * self.norm) + 2 * at_end * l2_norm(g, 1)
+        lost = lost + tilt * (self.error + noise[z] + ROUNDED_SUM * moved[z])
+        lost = lost + ROUNDED_SUM * (slope + 2 * tilt * self.norm) + 2 * at_end * l2_norm(g, 1)
         slope = torch.where(slope > _NO_SLOPE, slope, math.inf)
         offset = self.scale + torch.zeros_like(margin), error
         apart, noise_along = largest.sqrt() * self.norm, largest.sqrt() * noise[z]
@@ -237,24 +236,24 @@ class LayerAt(NamedTuple):
         values = {node: value[index] for node, value in self.values.items()}
         return LayerAt(self.layer, values, self.error[index], self.at_end[index])
 
-    def fall(self, g: Tensor, slope: Tensor, margin: Tensor) -> Fall:
+    def decrease(self, g: Tensor, slope: Tensor, margin: Tensor) -> Decrease:
         """Bounds on −⟨g, c(x′) − ĉ(x)⟩; ∞ for images whose margin is far above ‖g‖ times the radius that is wanted."""
         terms = g.new_full((len(g), len(_TERMS)), math.inf)
         some = ((margin > 0) & (margin < _NEAR * slope * self.layer.radius)).nonzero()[:, 0]
         for part in some.split(_TOGETHER) if len(some) else ():
             terms[part] = self.layer.terms(self.only(part), g[part], margin[part])
-        return Fall(terms)
+        return Decrease(terms)
 
 
-class Fall:
+class Decrease:
     """Upper bounds on −⟨g, c(x′) − ĉ(x)⟩ for N images and all x′ with K ‖x′ − x‖ + e at most a radius."""
 
     def __init__(self, terms: Tensor):
         self.terms = terms
 
-    def only(self, index: Tensor) -> Fall:
+    def only(self, index: Tensor) -> Decrease:
         """The bounds for the images with the given indices."""
-        return Fall(self.terms[index])
+        return Decrease(self.terms[index])
 
     def __call__(self, radius: Tensor) -> Tensor:
         """The bounds for K ‖x′ − x‖ + e up to this radius, shape (N,)."""

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search, search_least
-from lipcert.certifier.anchored.gradients import margin_gradients
+from lipcert.certifier.anchored.deviations import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
+from lipcert.certifier.anchored.jacobians import margin_gradients
 from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, most_along, scouts, sector
-from lipcert.certifier.anchored.walk import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.graph import Node
-from lipcert.numerics import SAFETY, SMALLEST_NORMAL, at_most, l2_norm
+from lipcert.numerics import ROUNDED_SUM, SAFETY, SMALLEST_NORMAL, at_most, l2_norm
 
 
-class Weighed(NamedTuple):
+class AppliedForm(NamedTuple):
     """The contracted answer of a rule, and whether it is used for an image, bool, shape (N,).
 
     With a linear term it has to be used, and is larger by the rounding error of the gradient to which the term is
@@ -31,12 +31,12 @@ class Weighed(NamedTuple):
     used: Tensor
     error: Tensor | None = None
 
-    def only(self, index: Tensor) -> Weighed:
+    def only(self, index: Tensor) -> AppliedForm:
         """The parts of the images with the given indices, without the maps M."""
-        return Weighed(self.answer.only(index), self.used[index], None if self.error is None else self.error[index])
+        return AppliedForm(self.answer.only(index), self.used[index], None if self.error is None else self.error[index])
 
 
-Forms = Mapping[Node, Weighed]
+Forms = Mapping[Node, AppliedForm]
 NO_FORMS: Forms = MappingProxyType({})
 
 # The contracted forms hold up to this multiple of the radius without them, and are used for operations whose remainder
@@ -48,8 +48,6 @@ _LIKELY = 1.25
 # Where the searches for a radius begin: this share of the margin's first-order limit, and this multiple of the radius
 # without contracted forms. Sectors that are positive above the radius are evaluated once.
 _FIRST, _AFTER = 0.75, 1.3
-# More than the rounding error of a sum of two vectors, relative to both.
-_ADDED = 1e-13
 # The largest number of entries of what rules read of an image that is repeated for every sector, 256 MiB.
 _ENTRIES = 2**25
 
@@ -82,7 +80,7 @@ def change(at: Linearization, deviations: Deviations, distances: Tensor | None) 
 def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
     """Upper bounds on ‖M G(a → u)‖ for the given forms M; ∞ for images for which a form is not used."""
     at = toward.at
-    network, ledger = at.network, at.norms.ledger.part("weighed", at.weighing, round)
+    network, ledger = at.network, at.norms.ledger.part("weighed", at.searches, round)
     unknown = torch.full_like(at.logits[:, 0], math.inf, dtype=torch.float64)
     by_operation: dict[Node, list[FormNorms]] = {}
     for stage in network.stages:
@@ -159,27 +157,27 @@ class RivalMargin:
         self.slope = (l2_norm(at_source, 1) * (1 + SAFETY)).clamp_min(SMALLEST_NORMAL)
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
         self.ray = Ray(at, at_source) if SECTORS * at.entries <= _ENTRIES else None
-        self.fall = None if at.layer is None else at.layer.fall(at_source, self.slope, self.margin)
+        self.decrease = None if at.layer is None else at.layer.decrease(at_source, self.slope, self.margin)
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
         at, (rivals, predicted, _) = self.at, self._rivalry
         return margin_gradients(at.network, at.values, list(at.network.chains.links), rivals, predicted, linear)
 
     def only(self, index: Tensor) -> RivalMargin:
-        """The margin of the images with the given indices, for walks."""
+        """The margin of the images with the given indices, for bounds within ε."""
         part = copy.copy(self)
-        at = part.at = self.at.only(index, walked=True)
+        at = part.at = self.at.only(index, bounds_only=True)
         part.at_nodes = {v: g[index] for v, g in self.at_nodes.items()}
         part.margin, part.slope, part.rounding = self.margin[index], self.slope[index], self.rounding[index]
         part.against = {v: at.remainders[v].against(g) for v, g in part.at_nodes.items()}
         part.ray = None if self.ray is None else self.ray.only(index)
-        part.fall = None if self.fall is None else self.fall.only(index)
+        part.decrease = None if self.decrease is None else self.decrease.only(index)
         return part
 
     def first_order(self, eps: Tensor, along: Tensor | None = None) -> Tensor:
-        """An upper bound on how far the margin falls within ε to first order, shape (N,)."""
-        fall = self.slope * (eps if along is None else along)
-        return fall if self.fall is None else torch.minimum(fall, self.fall(eps))
+        """An upper bound on how much the margin decreases within ε to first order, shape (N,)."""
+        decrease = self.slope * (eps if along is None else along)
+        return decrease if self.decrease is None else torch.minimum(decrease, self.decrease(eps))
 
     def bound(self, eps: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS) -> Tensor:
         """A lower bound on the margin within distance ε, shape (N,)."""
@@ -199,7 +197,7 @@ class RivalMargin:
         formed = {v: form.only(images) for v, form in forms.items()}
         return part._bound(eps, curved, formed, sector(part.ray, eps, numbers))
 
-    def furthest(
+    def largest_radius(
         self, guess: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS, upto: Tensor | None = None
     ) -> Tensor:
         """The largest ε, to 0.01 % and at most ``upto``, within which the margin stays positive, shape (N,).
@@ -222,14 +220,14 @@ class RivalMargin:
 
     def _bound(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:
         """A lower bound on the margin within distance ε, in a sector, shape (N,)."""
-        deviations = self.at.walk(eps, curvature, sector=sector, outputs=False)
+        deviations = self.at.propagate(eps, curvature, sector=sector, outputs=False)
         loss = torch.zeros_like(eps)
         noise = self.rounding[:, 0] * eps  # rounding errors of the gradients
         for v, rho in deviations.operands.items():
             bound = self.against[v](rho)
             noise = noise + self.rounding[:, self.place[v]] * deviations.remainders[v]
-            if v in deviations.weighed:
-                sizes = torch.stack(deviations.weighed[v])
+            if v in deviations.form_norms:
+                sizes = torch.stack(deviations.form_norms[v])
                 finite = sizes.isfinite().all(0)  # without infinite numbers, which have no derivative
                 formed = at_most(forms[v].answer.bound(rho, list(torch.where(finite, sizes, 0.0))))
                 error = forms[v].error
@@ -244,24 +242,24 @@ class RivalMargin:
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without contracted forms, shape (N,), cut off at ``enough``."""
         guess = _FIRST * self.margin / self.slope
-        return self.furthest(guess if enough is None else torch.minimum(guess, enough), upto=enough)
+        return self.largest_radius(guess if enough is None else torch.minimum(guess, enough), upto=enough)
 
-    def weighed(self, least: Tensor, round: int) -> Tensor:
+    def radius_with_forms(self, least: Tensor, round: int) -> Tensor:
         """Radii with contracted forms, shape (N,), at least ``least``."""
         toward, upto, forms = self.forms(least)
         if not forms:
             return least
         norms = curvature_norms(toward, forms, round)
-        return torch.maximum(toward.furthest(_AFTER * least, norms, forms, upto), least)
+        return torch.maximum(toward.largest_radius(_AFTER * least, norms, forms, upto), least)
 
     def moved(self, eps: Tensor) -> dict[Node, list[Tensor]]:
         """Upper bounds on the deviations of operands within ε: the largest in the sectors that cover the ball."""
         if self.ray is None:
-            return self.at.walk(eps, outputs=False).operands
+            return self.at.propagate(eps, outputs=False).operands
         images, numbers = _with_sectors(torch.arange(len(eps), device=eps.device))
         part = self.only(images)
         assert part.ray is not None
-        operands = part.at.walk(eps[images], sector=sector(part.ray, eps[images], numbers), outputs=False).operands
+        operands = part.at.propagate(eps[images], sector=sector(part.ray, eps[images], numbers), outputs=False).operands
         return {v: [bound.unflatten(0, (-1, SECTORS)).amax(1) for bound in rho] for v, rho in operands.items()}
 
     def forms(self, least: Tensor) -> tuple[RivalMargin, Tensor, Forms]:
@@ -272,7 +270,7 @@ class RivalMargin:
         """
         upto = FURTHER * least
         moved = self.moved(upto)
-        forms: dict[Node, Weighed] = {}
+        forms: dict[Node, AppliedForm] = {}
         linear: dict[Node, Tensor] = {}
         at_nodes = self.at_nodes
         for v in reversed(at_nodes):  # from the last to the first: see the docstring
@@ -291,8 +289,8 @@ class RivalMargin:
                 linear[u] = used + linear[u] if u in linear else used
                 at_nodes = self._gradients(linear)[1]
                 gradient, term = (l2_norm(per_image(part), 1) for part in (at_nodes.get(u, used), used))
-                error = _ADDED * (gradient + term)  # of the sum of this term and the gradient
-            forms[v] = Weighed(contracted, worth, error)
+                error = ROUNDED_SUM * (gradient + term)  # of the sum of this term and the gradient
+            forms[v] = AppliedForm(contracted, worth, error)
         return RivalMargin(self.at, *self._rivalry, linear) if linear else self, upto, forms
 
 

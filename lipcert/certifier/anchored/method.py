@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from lipcert.certifier._search import search_each
+from lipcert.certifier.anchored.deviations import NO_CURVATURE, NORM, Curvature, Deviations, Linearization
 from lipcert.certifier.anchored.margin import FURTHER, RivalMargin, change, head_distances
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.norms import NormFinder, NormOptions, NormProgress, Norms
 from lipcert.certifier.anchored.plan import NormPlan, anchored_pairs
 from lipcert.certifier.anchored.ray import SECTORS
-from lipcert.certifier.anchored.walk import NO_CURVATURE, NORM, Curvature, Deviations, Linearization
 from lipcert.graph import Graph, Node
 from lipcert.model import Model
 from lipcert.norms import Ledger
@@ -72,7 +72,7 @@ class Anchored:
         network = Network(model, at=at, graph=graph, merged=not isinstance(at, int))
         plan = NormPlan(network, anchored_pairs(network))
         self.eps = eps if plan.work >= FULL else None
-        self.finder = NormFinder(network, plan, settings, spare=ROUNDS * weighable(network))
+        self.finder = NormFinder(network, plan, settings, spare=ROUNDS * form_norms_of_a_rival(network))
 
     @property
     def network(self) -> Network:
@@ -93,7 +93,7 @@ class Anchored:
         return Anchor(self, Linearization(self.finder, images, progress, ledger))
 
 
-def weighable(network: Network) -> int:
+def form_norms_of_a_rival(network: Network) -> int:
     """The largest number of norms with forms for one rival class; a rule has at most one form."""
     return sum(2 + place for stage in network.stages for place in range(len(stage.nonlinear)))
 
@@ -123,7 +123,7 @@ class Anchor:
 
     def deviations(self, eps: Tensor, curvature: Curvature = NO_CURVATURE) -> Deviations:
         """Bounds on the deviations of values for perturbations of norm at most eps, shape (N,)."""
-        return self.linearization.walk(eps, curvature)
+        return self.linearization.propagate(eps, curvature)
 
     def radius(self, predicted: Tensor, margins: Tensor, limit: int | None = None) -> Tensor:
         """Certified radii, float64, shape (N,), rounded down, to 1 % or better.
@@ -181,7 +181,7 @@ def linearized_radius(
         if round == ROUNDS or not len(images):
             break
         for some, classes, toward in _toward(at, images, rivals[images], predicted, margins):
-            allowed[some, classes] = toward.weighed(least[some], round)
+            allowed[some, classes] = toward.radius_with_forms(least[some], round)
             formed[some, classes] = True
     best = allowed.amin(1)
     return torch.where(torch.isfinite(best) & ~at.uncertain, best, 0.0) * (1 - SAFETY)
@@ -206,6 +206,6 @@ def _cheap(at: Linearization, predicted: Tensor, margins: Tensor) -> Tensor:
     finite = torch.where(rivals, margins, least).clamp_min(0)
 
     def remaining(eps: Tensor) -> Tensor:
-        return finite - change(at, at.walk(eps), distances)
+        return finite - change(at, at.propagate(eps), distances)
 
     return torch.where(rivals, search_each(remaining, finite / slope.reshape(-1, 1)), math.inf)

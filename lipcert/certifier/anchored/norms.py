@@ -222,7 +222,7 @@ class NormFinder:
 
     def _norm(self, a: Node, b: Node, at: _AtImages) -> Tensor:
         """‖G(a → b)‖ as computed, shape (N,)."""
-        draw = self._draw(at.ledger, "norm", a, b, from_entries=self.jacobians.writes_out(a, b.entries))
+        draw = self._draw(at.ledger, "norm", a, b, explicit=self.jacobians.explicit(a, b.entries))
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
             return by.norm(a, b, values, draw)
@@ -231,7 +231,7 @@ class NormFinder:
 
     def _row_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
         """The norms of the rows of G(a → b), or of blocks of rows, as computed, shape (N, blocks)."""
-        draw = self._draw(at.ledger, "peak", a, b, from_entries=self.jacobians.writes_out_rows(a, b))
+        draw = self._draw(at.ledger, "peak", a, b, explicit=self.jacobians.explicit_rows(a, b))
         block, arranged = self.plan.blocks[b]
         target = b if block == 1 else arranged
 
@@ -242,8 +242,8 @@ class NormFinder:
 
     def _column_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
         """The norms of the columns of G(a → b) for an affine path, as computed, shape (N, entries of a)."""
-        from_entries = self.jacobians.deterministic or b.entries <= LONG
-        draw = self._draw(at.ledger, "columns", a, b, from_entries=from_entries)
+        explicit = self.jacobians.deterministic or b.entries <= LONG
+        draw = self._draw(at.ledger, "columns", a, b, explicit=explicit)
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
             return by.columns(a, b, values, draw)
@@ -253,7 +253,7 @@ class NormFinder:
     def _link_norm(self, link: Link, number: int, at: _AtImages) -> Tensor:
         """The norm of one operation's Jacobian as computed, shape (N,)."""
         a, b = link.operand, link.node
-        draw = self._draw(at.ledger, "link", a, b, number, from_entries=self.jacobians.writes_out(a, b.entries))
+        draw = self._draw(at.ledger, "link", a, b, number, explicit=self.jacobians.explicit(a, b.entries))
 
         def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
             return by.norm(a, b, values, draw, path=link.path)
@@ -268,7 +268,7 @@ class NormFinder:
         scale = columns.sqrt().reshape(1, *v.shape)
         if self.plan.covers(a, v):
             return scale.amax() * norms.pairs[a, self.network.operands(v)[0]].norm
-        draw = self._draw(at.ledger, "weighted", a, b, v, from_entries=by.writes_out(a, b.entries))
+        draw = self._draw(at.ledger, "weighted", a, b, v, explicit=by.explicit(a, b.entries))
 
         def form(values: dict[Node, Tensor]) -> Form:
             return Form.weights(scale.expand(len(values[a]), *v.shape))
@@ -285,7 +285,7 @@ class NormFinder:
         The form may depend on all norms computed so far, so none of them may have drawn from this part of the ledger.
         """
         by, rows = self.jacobians, rows_of(b, values, form)
-        draw = self._draw(ledger, "norm", a, b, from_entries=by.writes_out(a, rows))
+        draw = self._draw(ledger, "norm", a, b, explicit=by.explicit(a, rows))
         norm = by.norm(a, b, values, draw, form=form)
         return self._raised(norm, a, b, form, rows, norms)
 
@@ -307,13 +307,13 @@ class NormFinder:
         sizes = by.columns(a, b, values, None, form)
         return sizes + (explicit_error(a.entries, rows) * norms.error(a, self.network.root(b), form))[:, None]
 
-    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, from_entries: bool) -> Draw | None:
-        """Start vectors for a bound on G(a → b); None if it is computed ``from_entries``, or G is empty.
+    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, explicit: bool) -> Draw | None:
+        """Start vectors for a bound on G(a → b); None if it is computed ``explicit``, or G is empty.
 
         The key consists of the positions of the operations in the network. So a norm has the same vectors whichever
         other norms are requested, and in whichever order.
         """
-        if from_entries or not a.entries * b.entries:
+        if explicit or not a.entries * b.entries:
             return None
         place = self.network.replay.position
         numbers = [item if isinstance(item, int) else place[item] for item in (a, b, *more)]

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form, per_image
-from lipcert.certifier.anchored.gradients import tangents
-from lipcert.certifier.anchored.walk import Linearization, Seminorm, SeminormKind
+from lipcert.certifier.anchored.deviations import Linearization, Seminorm, SeminormKind
+from lipcert.certifier.anchored.jacobians import tangents
 from lipcert.graph import Node
 from lipcert.numerics import INFLATE, ROUNDED_ANGLE, UNIT, at_most, computed_l2_norm, l2_norm, unit_vectors
 

@@ -1,8 +1,8 @@
-"""Bounds the deviation of every value in one walk through the stages of a network linearised at images.
+"""Bounds the deviation of every value in one pass through the stages of a network linearised at images.
 
 The deviation of a value u of a stage has two parts: the first-order part, from the source or from the start of the
 stage, and the remainders of the earlier operations of the stage, each multiplied by the norm of the Jacobian from there
-to u. All remainder bounds increase with the deviations of their operands, so the walk visits the operations in order.
+to u. All remainder bounds increase with the deviations of their operands, so the operations are visited in order.
 The rounding errors of a deployed network are added to the remainders (:class:`DeployedErrors`).
 """
 
@@ -99,9 +99,9 @@ class DeployedErrors:
     collected: Tensor
     place: Mapping[Node, int]
 
-    def only(self, index: Tensor, *, walked: bool) -> DeployedErrors:
-        """The errors for the images with the given indices; with ``walked`` without ``local``."""
-        local = {} if walked else {node: error[index] for node, error in self.local.items()}
+    def only(self, index: Tensor, *, bounds_only: bool) -> DeployedErrors:
+        """The errors for the images with the given indices; with ``bounds_only`` without ``local``."""
+        local = {} if bounds_only else {node: error[index] for node, error in self.local.items()}
         return DeployedErrors(local, self.collected[index], self.place) if self.place else self
 
     def of(self, u: Node) -> Tensor | None:
@@ -135,7 +135,7 @@ class Deviations:
     logits: Tensor
     features: Tensor | None  # what a linear head reads
     remainders: dict[Node, Tensor] = field(default_factory=dict)  # ‖R_v‖
-    weighed: dict[Node, list[Tensor]] = field(default_factory=dict)  # ‖Mδ‖ for the forms M of an operation
+    form_norms: dict[Node, list[Tensor]] = field(default_factory=dict)  # ‖Mδ‖ for the forms M of an operation
     stages: list[StageDeviation] = field(default_factory=list)
 
 
@@ -153,7 +153,7 @@ class Linearization:
             are computed again for every product with Jacobians, and sums may be taken in another order then. So
             products near a kink may belong to different Jacobians, and nothing is certified there.
         deployed: the rounding errors of a deployed network.
-        weighing: the number of earlier radius searches with contracted forms; it identifies the start vectors.
+        searches: the number of earlier radius searches with contracted forms; it identifies the start vectors.
         layer: the last layer before the perturbed value; None if nothing is known of it.
     """
 
@@ -181,7 +181,7 @@ class Linearization:
             noise = torch.stack([self.norms.rounded.noise[u] for u in self.network.operands(v)])
             self.uncertain |= rule.uncertain(l2_norm(noise, 0))
         self.deployed = EXACT
-        self.weighing = 0
+        self.searches = 0
         self.layer = layer
 
     @property
@@ -198,16 +198,16 @@ class Linearization:
         read = dict.fromkeys(node for v in self.network.rules for node in (v, *v.operands))
         return sum(self.values[node][0].numel() for node in read)
 
-    def only(self, index: Tensor, *, walked: bool = False) -> Self:
-        """The linearisation at some images, given by indices; with ``walked`` only what a walk needs, no values."""
+    def only(self, index: Tensor, *, bounds_only: bool = False) -> Self:
+        """The linearisation at the images with the given indices; with ``bounds_only`` without values."""
         part = copy.copy(self)
         part.logits, part.norms = self.logits[index], self.norms.only(index)
         part.remainders = self.network.remainders(self.values, self.remainders, index)
-        part.images = self.images[:0] if walked else self.images[index]
-        part.values = {} if walked else {node: value[index] for node, value in self.values.items()}
+        part.images = self.images[:0] if bounds_only else self.images[index]
+        part.values = {} if bounds_only else {node: value[index] for node, value in self.values.items()}
         part.uncertain = self.uncertain[index]
-        part.deployed = self.deployed.only(index, walked=walked)
-        part.layer = None if self.layer is None or walked else self.layer.only(index)
+        part.deployed = self.deployed.only(index, bounds_only=bounds_only)
+        part.layer = None if self.layer is None or bounds_only else self.layer.only(index)
         return part
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm = NORM) -> Tensor | float:
@@ -229,7 +229,7 @@ class Linearization:
         assert columns is not None
         return columns
 
-    def walk(
+    def propagate(
         self,
         eps: Tensor,
         curvature: Curvature = NO_CURVATURE,
@@ -251,32 +251,32 @@ class Linearization:
         stages: list[StageDeviation] = []
         operands: dict[Node, list[Tensor]] = {}
         remainders: dict[Node, Tensor] = {}
-        weighed: dict[Node, list[Tensor]] = {}
+        form_norms: dict[Node, list[Tensor]] = {}
         reach = _Reach(self, eps, sector)
         # The next start as the stage before bounds it. No remainder precedes the first start.
         passed_on = reach(network.stages[0].start, NORM, self.gain(network.source, network.stages[0].start)) + before
         for stage in network.stages:
             if layerwise:
-                walk = _StageWalk(self, stage, passed_on, None, curvature)
+                bounds = _StageBounds(self, stage, passed_on, None, curvature)
             else:
                 sums = (self.gain(cut, stage.start) * error for cut, error in at_cuts.items())
                 arrived = at_most(sum(sums, zero)) if stages else before
                 direct = reach(stage.start, NORM, self.gain(network.source, stage.start))
                 at_start = torch.minimum(direct + arrived, passed_on)
-                walk = _StageWalk(self, stage, at_start, (reach, arrived), curvature)
-            walk.visit(operands, weighed)
-            remainders |= walk.remainders
+                bounds = _StageBounds(self, stage, at_start, (reach, arrived), curvature)
+            bounds.visit(operands, form_norms)
+            remainders |= bounds.remainders
             if stage is network.stages[-1] and not outputs:
-                return Deviations(operands, torch.full_like(eps, math.inf), None, remainders, weighed, stages)
-            remainder = at_cuts[stage.end] = at_most(walk.errors(stage.end, NORM))
-            passed_on = at_most(walk.linear(stage.end, NORM) + remainder)
+                return Deviations(operands, torch.full_like(eps, math.inf), None, remainders, form_norms, stages)
+            remainder = at_cuts[stage.end] = at_most(bounds.errors(stage.end, NORM))
+            passed_on = at_most(bounds.linear(stage.end, NORM) + remainder)
             if not stages:  # later stages find the rounding before the first at its end
                 at_cuts[stage.end] = at_most(remainder + self.gain(stage.start, stage.end) * before)
-            stages.append(StageDeviation(stage, walk.at_start, remainder, passed_on))
+            stages.append(StageDeviation(stage, bounds.at_start, remainder, passed_on))
         features = None
         if network.head is not None:
-            features = at_most(walk.linear(network.head[0], NORM) + walk.errors(network.head[0], NORM))
-        return Deviations(operands, passed_on, features, remainders, weighed, stages)
+            features = at_most(bounds.linear(network.head[0], NORM) + bounds.errors(network.head[0], NORM))
+        return Deviations(operands, passed_on, features, remainders, form_norms, stages)
 
 
 class _Reach:
@@ -299,8 +299,8 @@ class _Reach:
         return self.sector.moved(self.sector.ray.entries(u).mT, rows.mT, self.eps).mT
 
 
-class _StageWalk:
-    """The part of a walk inside one stage."""
+class _StageBounds:
+    """The bounds for the values of one stage."""
 
     def __init__(
         self,
@@ -382,12 +382,12 @@ class _StageWalk:
         noise = self.at.norms.rounded.noise[u] * self.gain(u, u, seminorm)
         return at_most(self.linear(u, seminorm) + self.errors(u, seminorm) + noise)
 
-    def visit(self, operands: dict[Node, list[Tensor]], weighed: dict[Node, list[Tensor]]) -> None:
+    def visit(self, operands: dict[Node, list[Tensor]], form_norms: dict[Node, list[Tensor]]) -> None:
         """Visits the operations in order, and stores the ρ of their operands and the bounds on forms."""
         for v in self.stage.nonlinear:
             rho = operands[v] = self.rho[v] = self.reach(v)
             if v in self.curvature:  # before the remainder of v itself is among the errors
-                weighed[v] = [
+                form_norms[v] = [
                     self.moved(sizes.operand, Seminorm(SeminormKind.CURVATURE, v, number))
                     for number, sizes in enumerate(self.curvature[v])
                 ]

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import NoAnswer, Value, canonical_forms, global_values, kept_whole, remainder_of
+from lipcert.certifier.anchored.deviations import Linearization
 from lipcert.certifier.anchored.layer import Layer, error_at
 from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
-from lipcert.certifier.anchored.walk import Linearization
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
 from lipcert.model import Model
@@ -51,7 +51,7 @@ from lipcert.roundoff import REAL, Evaluated, Roundoff
 _LOOSE, _LOOKED_AT = 10.0, 4
 
 
-class Behind:
+class PrefixedAnchored:
     """The anchored certificate behind a cut, and that of the whole network where it is available; the larger counts.
 
     Attributes:
@@ -93,13 +93,13 @@ class Behind:
         self.rounding = Roundoff(model, REAL, _up_to(graph, cut))
         eps_at_cut = None if eps is None else eps * constant * (1 + 1e-3)
         half = {**options, "delta": budget.split(2).delta}
-        self.behind = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
+        self.after = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
         self.layer = self._layer(model, graph, whole, math.inf if eps_at_cut is None else eps_at_cut)
         self.whole: Anchored | None = None
 
     def _layer(self, model: Model, graph: Graph, whole: Graph | None, radius: float) -> Layer | None:
         upto = _up_to(graph, self.cut)
-        start = cut_behind_kinks(upto)
+        start = cut_after_kinks(upto)
         if start is None or not self.constant:  # the images do not change c
             return None
         try:
@@ -111,17 +111,17 @@ class Behind:
     @property
     def plan(self) -> NormPlan:
         """The norms behind the cut."""
-        return self.behind.plan
+        return self.after.plan
 
     @property
     def work(self) -> float:
         """An estimate of the floating-point operations for the norms of an image."""
-        return self.behind.work + (0.0 if self.whole is None else self.whole.work)
+        return self.after.work + (0.0 if self.whole is None else self.whole.work)
 
     @property
     def proves(self) -> bool:
         """Whether the rounding of every operation behind the cut is proved to have a bound; before it, e is one."""
-        local = self.behind.network.local
+        local = self.after.network.local
         return all(local.bounded(link) for links in local.chains.links.values() for link in links)
 
     @property
@@ -132,28 +132,28 @@ class Behind:
 
     def __call__(
         self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None
-    ) -> BehindAnchor:
+    ) -> PrefixedAnchor:
         """Linearises the layers behind the cut at images, shape (N, C, H, W)."""
         if ledger is None:
-            ledger = self.behind.finder.ledger(len(images), self.budget)
+            ledger = self.after.finder.ledger(len(images), self.budget)
         before = self.evaluated(images)
         layer = None if self.layer is None else self.layer.at(before)
         at = Linearization(
-            self.behind.finder, images, progress, ledger.part("behind"), layer=layer, start=before.values[self.cut]
+            self.after.finder, images, progress, ledger.part("behind"), layer=layer, start=before.values[self.cut]
         )
-        return BehindAnchor(self, images, Anchor(self.behind, at), error_at(before, self.cut), ledger, progress)
+        return PrefixedAnchor(self, images, Anchor(self.after, at), error_at(before, self.cut), ledger, progress)
 
     def evaluated(self, images: Tensor) -> Evaluated:
         """The operations up to the cut at images."""
         return self.rounding.at(images, torch.zeros(len(images)))
 
 
-class BehindAnchor:
+class PrefixedAnchor:
     """The layers behind the cut linearised at N images."""
 
     def __init__(
         self,
-        method: Behind,
+        method: PrefixedAnchored,
         images: Tensor,
         anchor: Anchor,
         error: Tensor,
@@ -187,7 +187,9 @@ def _at_pixels(at_cut: Tensor, error: Tensor, constant: float) -> Tensor:
     return torch.where(at_cut > error.to(at_cut), (at_cut - error.to(at_cut)) / constant * (1 - SAFETY), 0.0)
 
 
-def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **options: Any) -> Anchored | Behind:
+def anchored(
+    model: Model, *, eps: float | None = None, costly: bool = True, **options: Any
+) -> Anchored | PrefixedAnchored:
     """The anchored certificate of a model in float64: behind a cut, of the whole network, or both.
 
     ``costly`` allows the whole network beside a cut, whatever that takes; all else is as for :class:`Anchored`.
@@ -196,14 +198,14 @@ def anchored(model: Model, *, eps: float | None = None, costly: bool = True, **o
     fused = canonical_forms(captured, "remainder", examples(an_image(model)))
     plain = prepared(captured, model, forms=False)
     formed = prepared(fused, model, forms=False) if fused.forms else plain
-    budget, cut = NormOptions(**options).budget, cut_behind_kinks(plain)
-    behind: Behind | None = None
+    budget, cut = NormOptions(**options).budget, cut_after_kinks(plain)
+    behind: PrefixedAnchored | None = None
     if cut is not None:
         with suppress(UnsupportedOperation):
             kept = modules_whole(model)
             constant = constant_up_to(plain, cut, model, kept)
             if constant <= _LOOSE * slope_up_to(plain, cut, model):
-                behind = Behind(model, plain, cut, constant, budget=budget, eps=eps, whole=kept, **options)
+                behind = PrefixedAnchored(model, plain, cut, constant, budget=budget, eps=eps, whole=kept, **options)
     if behind is None:
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
@@ -284,10 +286,10 @@ def _up_to(graph: Graph, cut: Node) -> Graph:
 
 def cut_of(model: Model) -> Node | None:
     """The value behind which the anchored certificate of a model starts; None if it starts at the pixels."""
-    return cut_behind_kinks(prepared(recorded(model), model, forms=False))
+    return cut_after_kinks(prepared(recorded(model), model, forms=False))
 
 
-def cut_behind_kinks(graph: Graph) -> Node | None:
+def cut_after_kinks(graph: Graph) -> Node | None:
     """The value behind which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
 
     It is the first cut behind all operations with kinks or without a remainder rule. The last nonlinear operation may

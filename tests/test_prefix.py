@@ -15,10 +15,10 @@ from truth import holds_or_refused
 import lipcert
 from lipcert.bounds import margins
 from lipcert.certifier import Certifier
-from lipcert.certifier.anchored import Anchored, Behind, anchored, cut_of
-from lipcert.certifier.anchored.behind import constant_up_to, cut_behind_kinks
+from lipcert.certifier.anchored import Anchored, PrefixedAnchored, anchored, cut_of
 from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
+from lipcert.certifier.anchored.prefix import constant_up_to, cut_after_kinks
 from lipcert.errors import InputError
 from lipcert.graph import run
 from lipcert.model import Model
@@ -157,7 +157,7 @@ def test_the_constant_is_at_least_every_quotient_and_jacobian(name: str) -> None
     torch.manual_seed(0)
     net = model(NETWORKS[name]())
     graph = prepared(recorded(net), net, forms=False)
-    cut = cut_behind_kinks(graph)
+    cut = cut_after_kinks(graph)
     if cut is None:
         assert name == "around"
         return
@@ -179,7 +179,7 @@ def test_the_rounding_error_of_a_value() -> None:
     torch.manual_seed(0)
     net = model(NETWORKS["convolutions"]())
     graph = prepared(recorded(net), net, forms=False)
-    cut = cut_behind_kinks(graph)
+    cut = cut_after_kinks(graph)
     assert cut is not None
     images = torch.rand(5, *SIZE, dtype=torch.float64)
     before = type(graph)(graph.input, cut, graph.nodes[: graph.nodes.index(cut) + 1])
@@ -213,7 +213,7 @@ def test_where_the_cut_lies() -> None:
 def test_a_loose_constant_is_not_used() -> None:
     """Deep smooth layers before the last kink: their slopes are far below the product of their norms."""
     torch.manual_seed(0)
-    assert isinstance(anchored(model(NETWORKS["maxmin"]())), Behind)
+    assert isinstance(anchored(model(NETWORKS["maxmin"]())), PrefixedAnchored)
     deep = [layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.GELU())]
     net = model(flat(*deep, nn.ReLU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3)), scale=2.0)
     assert cut_of(net) is not None
@@ -244,7 +244,7 @@ def test_maxima_of_two_values_before_the_cut() -> None:
 
     torch.manual_seed(0)
     net = flat(nn.Linear(16, 12), Larger(), nn.Linear(12, 8), SmoothMaxMin(0.3), nn.Linear(8, 3))
-    assert isinstance(anchored(model(net)), Behind)
+    assert isinstance(anchored(model(net)), PrefixedAnchored)
 
 
 def a_batch_for(net: Model, count: int = 6) -> list[tuple[Tensor, Tensor]]:
@@ -300,7 +300,7 @@ def test_it_is_ahead_of_gloro_and_not_behind_the_whole_network_linearised() -> N
     images = torch.rand(16, *SIZE, dtype=torch.float64)
     predicted, gaps = margins(net(images))
     found = anchored(net)
-    assert isinstance(found, Behind)
+    assert isinstance(found, PrefixedAnchored)
     both = found(images).radius(predicted, gaps)
     whole = Anchored(net)(images).radius(predicted, gaps)
     gloro = lipcert.certify(net, images, eps=0.01, method="gloro").radius
@@ -316,13 +316,13 @@ def test_one_kink_behind_the_cut_takes_almost_nothing() -> None:
     images = torch.rand(12, *net.input_size, dtype=torch.float64)
     predicted, gaps = margins(net(images))
     found = anchored(net, eps=0.1, costly=False)
-    assert isinstance(found, Behind)
+    assert isinstance(found, PrefixedAnchored)
     assert found.whole is None or found.whole.work <= 3e10
-    at = found.behind(images)
+    at = found.after(images)
     rivals = gaps.argmin(1)
     first = RivalMargin(at.linearization, rivals, predicted, gaps)
     limit = first.margin / first.slope
-    share = first.weighed(first.radius(), 0) / limit
+    share = first.radius_with_forms(first.radius(), 0) / limit
     assert bool((share > 0.75).all())
     assert share.median() > 0.95
     gloro = lipcert.certify(net, images, eps=0.01, method="gloro").radius
@@ -392,7 +392,7 @@ def test_modules_that_have_a_constant_as_a_whole_only() -> None:
     torch.manual_seed(0)
     net = model(Attended(), scale=1.5)
     found = anchored(net, eps=0.1)
-    assert isinstance(found, Behind)
+    assert isinstance(found, PrefixedAnchored)
     assert found.cut.path == "net.bend"
     body = nn.Sequential(net.net.first, Residual(net.net.attn), net.net.bend)
     x = torch.rand(50, 4, 4, dtype=torch.float64)
@@ -402,7 +402,7 @@ def test_modules_that_have_a_constant_as_a_whole_only() -> None:
     holds_or_refused(scaled(Attended(), 1.5), SIZE, methods=("anchored", "staged"), starts=8)
     twice = model(Attended(calls=2), scale=1.5)
     graph = prepared(recorded(twice), twice, forms=False)
-    cut = cut_behind_kinks(graph)
+    cut = cut_after_kinks(graph)
     assert cut is not None
     assert constant_up_to(graph, cut, twice) > 100 * found.constant
 
