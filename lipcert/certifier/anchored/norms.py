@@ -94,7 +94,7 @@ class PairNorms:
         return PairNorms(self.norm[index], self.slack[index], largest, rows, self.columns, weighted)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Norms:
     """Upper bounds that hold simultaneously at N images.
 
