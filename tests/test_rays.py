@@ -147,10 +147,10 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
                                 entries = deviation.flatten(1).abs()
                                 assert bool((entries <= bounds[-1] * (1 + 1e-9) + slack[:, None]).all()), v
                             applied = forms[v].answer.forms if v in forms else ()
-                    for form, most in zip(applied, reached.form_norms.get(v, ()), strict=False):
-                        if v.operands[form.operand] is u:
-                            shown = form.only(index)(deviation).flatten(1).norm(dim=1)
-                            assert bool((shown <= most * (1 + 1e-9) + slack).all()), v
+                            for form, most in zip(applied, reached.form_norms.get(v, ()), strict=False):
+                                if v.operands[form.operand] is u:
+                                    shown = form.only(index)(deviation).flatten(1).norm(dim=1)
+                                    assert bool((shown <= most * (1 + 1e-9) + slack).all()), v
                 logits = found[-1].reshape(len(index), -1)
                 y, j = predicted[index], one_rivals(one)[index]
                 margin = (logits.gather(1, y[:, None]) - logits.gather(1, j[:, None]))[:, 0]
