@@ -33,7 +33,7 @@ def read(name: str) -> Any:
 
 def page() -> str:
     """The page of results as Markdown."""
-    return "\n".join([HEAD, _accuracy(), _denoised(), _attacked()])
+    return "\n".join([HEAD, _accuracy(), _denoised(), _attacked(), *_journeys()])
 
 
 def points() -> dict[str, list[tuple[float, float]]]:
@@ -145,6 +145,19 @@ processor time, forward passes of denoiser and network take {shares}. `dct` take
 """
     columns = ["`--denoiser`", "ε", "σ", "most drawn class is right", "certified", "draws an image", "CPU s an image"]
     return section("Denoised smoothing of a pretrained network", columns, rows, text)
+
+
+def _journeys() -> list[str]:
+    """The commands of a new user, once they were measured."""
+    if not (RESULTS / "journeys.json").is_file():
+        return []
+    rows = [
+        [name, f"`lipcert {step['command']}`", f"{step['seconds']:.0f}", step["end"]]
+        for name, journey in read("journeys").items()
+        for step in journey["steps"]
+    ]
+    text = "With default names, from an empty folder; each command that is advised was run, on few images.\n"
+    return [section("From a name to a card", ["network", "command", "s", "last line"], rows, text)]
 
 
 def _value(typed: str) -> float:

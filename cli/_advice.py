@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ class Status:
     data: str | None = None
     lists: Sequence[str] = ()  # the words of --classes and --labels
     trained: bool = False
+    random: bool = False  # whether nobody has trained the weights
+    original: Sequence[str] = ()  # the words of the model that was converted or constrained to this one
     denoised: bool = False
     images: int = 0
     certified: int = 0
@@ -40,7 +42,10 @@ class Status:
 
 
 class Advice(NamedTuple):
-    """The next command, which runs as it is apart from names in capitals, and its reason where it is not obvious."""
+    """The next command, which runs as it is apart from names in capitals, and its reason where it is not obvious.
+
+    Without a command, the reason says what is missing.
+    """
 
     command: str
     reason: str = ""
@@ -49,6 +54,8 @@ class Advice(NamedTuple):
     @property
     def facts(self) -> list[tuple[str, str]]:
         """The lines of a command's result."""
+        if not self.command:
+            return [("weights", self.reason)]
         others = [("or", text) if name == "next" else (name, text) for one in self.others for name, text in one.facts]
         return [("next", self.command), *([("because", self.reason)] if self.reason else []), *others]
 
@@ -65,6 +72,16 @@ def advise(status: Status) -> Advice:
             return Advice(typed("--out", "rows.jsonl"), "it writes rows, which lipcert report and lipcert verify read")
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
+    if status.random:
+        return Advice("", "random: train them (lipcert finetune), or give trained ones with --checkpoint FILE")
+    if status.original and (loose or status.log10 is None):
+        taught = ["--teacher", status.original[0]] if len(status.original) == 1 else []
+        smoothed = replace(status, model=status.original, original=())
+        return Advice(
+            command("finetune", *status.model, *train, *taught),
+            "the new network is not the old one: training gives it back its accuracy",
+            (advise(smoothed)._replace(others=()),),
+        )
     if loose:
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
         each = _DRAWS * status.draw(front[1] if front else None)

@@ -160,7 +160,8 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     check_environment(torch.device("cpu"))
     label = source.described
     loaded = load_model(source, plan.source, denoiser=plan.denoiser)
-    if untrained(loaded.net, plan.source):
+    random = untrained(loaded.net, plan.source)
+    if random:
         label += ", random weights: nothing to certify"
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
     images = open_images(plan.data, loaded, limit=limit, **plan.lists)
@@ -178,6 +179,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
         data=plan.data,
         lists=words_of(plan.lists),
         denoised="--denoiser" in words,
+        random=random,
     )
     outcomes = []
     if loaded.sigma is not None:

@@ -12,7 +12,7 @@ import typer
 
 from lipcert.errors import Interrupted
 from lipcert.inputs.sources import Source
-from lipcert.settings import LOOSE, ConstrainSettings
+from lipcert.settings import ConstrainSettings
 
 from ._advice import Status, advise
 from ._options import AsJson, Classes, Data, Force, Labels, Limit, ModelName, ModelOptions, options_of, out
@@ -53,7 +53,7 @@ def constrain(
     from lipcert.inputs.batches import EVERY
     from lipcert.inputs.data import open_images
 
-    from ._loading import load_model, model_options, show_preprocessing, status_of, torchrun
+    from ._loading import load_model, model_options, show_preprocessing, status_of, torchrun, untrained
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
@@ -86,11 +86,9 @@ def constrain(
             print_json({"written": str(path), **_facts(report), "layers": layers, "seconds": report.seconds})
         else:
             lists = words_of({"classes": classes, "labels": labels})
-            bound = report.after.log10_bound
-            words = [str(path)]
-            if bound is not None and bound > LOOSE:  # smoothing has no use for smaller norms
-                words = model_options(origin, of_model)
-            status = status_of(loaded, words, log10=bound, data=data, lists=lists)
+            words, random = model_options(origin, of_model), untrained(loaded.net, of_model)
+            known = {"log10": report.after.log10_bound, "data": data, "lists": lists}
+            status = status_of(loaded, [str(path)], **known, original=words, random=random)
             _print_report(report, origin.word, path, status)
 
 

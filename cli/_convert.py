@@ -11,7 +11,7 @@ import typer
 
 from lipcert.errors import UnsupportedOperation
 from lipcert.inputs.sources import Source
-from lipcert.settings import LOOSE, check, option
+from lipcert.settings import check, option
 
 from ._advice import advise
 from ._options import AsJson, Force, ModelOptions, options_of, out
@@ -66,7 +66,7 @@ def convert(
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
-    from ._loading import load_model, model_options, show_preprocessing, status_of
+    from ._loading import load_model, model_options, show_preprocessing, status_of, untrained
 
     loaded = load_model(named, asked)
     path = out or Path(f"{loaded.source.get('name', named.stem)}.lipcert.safetensors")
@@ -92,9 +92,9 @@ def convert(
         print_json({"written": str(path), **_facts(after, report), "agreement": agreement, "swapped": swaps})
         return
     log10 = None if after is None else after.log10
-    # Where no method certifies the converted model, the original is more accurate.
-    words = model_options(named, asked) if log10 is not None and log10 > LOOSE else [str(path)]
-    status = status_of(loaded, words, log10=log10, data=data)
+    words = model_options(named, asked) if report.swapped else []
+    random = untrained(loaded.net, asked)
+    status = status_of(loaded, [str(path)], log10=log10, data=data, original=words, random=random)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     unchanged: dict[str, list[str]] = {}
     for module in report.kept:
@@ -116,15 +116,11 @@ def convert(
                 if images is None
                 else [("same top class", f"{100 * report.agreement:.1f} % of the images; {_largest(loaded, images)}")]
             ),
-            *([("use", _USE)] if report.swapped else []),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
             *advise(status).facts,
         ]
     )
-
-
-_USE = "the new network is not the old one: train it with finetune, the old one as --teacher, then certify it"
 
 
 def _largest(model: "Model", images: "Tensor") -> str:

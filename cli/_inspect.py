@@ -38,7 +38,7 @@ def inspect(
     start(*asked.files)
     from lipcert.bounds import lipschitz
 
-    from ._loading import load_model, model_options, status_of
+    from ._loading import load_model, model_options, status_of, untrained
 
     loaded = load_model(named, asked, features=True)
     with progress("reading the network") as update:
@@ -69,7 +69,8 @@ def inspect(
     if getattr(loaded.net, "num_classes", None) == 0:
         facts.append(("output", "features: this network has no classifier"))
     else:
-        facts += advise(status_of(loaded, model_options(named, asked), log10=bound.log10)).facts
+        status = status_of(loaded, model_options(named, asked), log10=bound.log10, random=untrained(loaded.net, asked))
+        facts += advise(status).facts
     print_facts(facts)
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -211,7 +212,9 @@ KNOWN = {
     "one channel": Status(["m.safetensors"], 1, log10=40.0),
     "surgery helped": Status(["m.safetensors"], log10=8.0, data="my images"),
     "trained": Status(["m.safetensors"], log10=8.0, data="TEST", trained=True),
-    "tight": Status(["bundled"], 1, log10=3.0),
+    "tight": Status(["digits-vit"], 1, log10=3.0),
+    "converted": Status(["m.safetensors"], log10=40.0, data="d", original=["resnet18"]),
+    "converted from a file": Status(["m.safetensors"], original=["vit", "--checkpoint", "w.pth"]),
     "no bound": Status(["m.safetensors"]),
     "certified": Status(["m.safetensors"], log10=3.0, images=8, certified=2, rows=Path("r.jsonl")),
     "nothing certified": Status(["m.safetensors"], log10=3.0, images=8, rows=Path("r.jsonl")),
@@ -269,9 +272,15 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     assert advise(KNOWN["surgery helped"]).command.startswith("lipcert finetune m.safetensors --data 'my images'")
     assert advise(KNOWN["trained"]).command.startswith("lipcert certify m.safetensors")
     assert all(command.count("--eps") <= 1 for _, command in SUGGESTED.values())
-    assert advise(KNOWN["tight"]).command == "lipcert certify bundled --eps 36/255"
+    assert advise(KNOWN["tight"]).command == "lipcert certify digits-vit --eps 36/255"
     assert advise(KNOWN["certified"]).command == "lipcert report r.jsonl --html r.html"
     assert advise(KNOWN["nothing certified"]).command == "lipcert report r.jsonl --html r.html"
+    converted = advise(KNOWN["converted"])
+    assert converted.command == "lipcert finetune m.safetensors --data d --eps 36/255 --teacher resnet18"
+    assert [one.command.split()[:3] for one in converted.others] == [["lipcert", "certify", "resnet18"]]
+    assert "--teacher" not in advise(KNOWN["converted from a file"]).command
+    random = advise(replace(KNOWN["converted"], random=True)).facts
+    assert [name for name, _ in random] == ["weights"]
 
 
 @pytest.mark.parametrize(
