@@ -16,7 +16,7 @@ from lipcert.settings import ConstrainSettings
 
 from ._advice import Status, advise
 from ._options import AsJson, Classes, Data, Force, Labels, Limit, ModelName, ModelOptions, options_of, out
-from ._output import check_out
+from ._output import output
 from ._parse import parse_duration
 from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
 
@@ -58,8 +58,7 @@ def constrain(
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
         loaded = load_model(origin, of_model)
-        path = out or Path(f"{origin.stem}.constrained.lipcert.safetensors")
-        check_out(path, [Path(origin.name), *of_model.files], loaded, "constrain", force)
+        path = output(out, f"{origin.stem}.constrained", origin, of_model.files, loaded, "constrain", force)
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
         show_preprocessing(images, loaded)
 

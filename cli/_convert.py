@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -15,7 +14,7 @@ from lipcert.settings import check, option
 
 from ._advice import advise
 from ._options import AsJson, Force, ModelOptions, options_of, out
-from ._output import check_out
+from ._output import output
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
 if TYPE_CHECKING:
@@ -69,8 +68,7 @@ def convert(
     from ._loading import load_model, model_options, show_preprocessing, status_of, untrained
 
     loaded = load_model(named, asked)
-    path = out or Path(f"{loaded.source.get('name', named.stem)}.lipcert.safetensors")
-    check_out(path, [Path(named.name), *asked.files], loaded, "convert", force)
+    path = output(out, loaded.source.get("name", named.stem), named, asked.files, loaded, "convert", force)
     images, origin = None, {}
     if data is not None:
         opened = open_images(data, loaded, limit=IMAGES, purpose="train")

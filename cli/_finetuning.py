@@ -37,7 +37,7 @@ from ._advice import TEN_MINUTES, Advice, advise
 from ._finetune import TrainingImages
 from ._loading import load_model, show_preprocessing, status_of, torchrun
 from ._options import ModelOptions
-from ._output import check_out
+from ._output import output
 from ._print import busy, command, print_facts, print_json, progress, say, words_of
 
 _EVALUATED = 64
@@ -84,8 +84,8 @@ def run(
             recipe, reason = recipe_for(loaded)
         asked = settings_for(loaded, recipe, given)
         of = TrainingImages(**{**(RECIPES[recipe].images if recipe else {}), **images_given})
-        path = out or Path(f"{source.stem}.finetuned.lipcert.safetensors")
-        check_out(path, [Path(source.name), *of_model.files], loaded, "finetune", force, asked.described())
+        files, described = of_model.files, asked.described()
+        path = output(out, f"{source.stem}.finetuned", source, files, loaded, "finetune", force, described)
         unfinished, best = (path.with_name(f"{path.name}.{kind}") for kind in ("checkpoint", "best"))
         taught = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
         check_trainable(loaded, asked, taught)
@@ -127,7 +127,12 @@ def run(
                 _say_epoch(epoch, figures)
                 if write_log is not None and processes.first:
                     write_log(epoch, figures)
-                _check_learning(epoch, figures, validation)
+                try:
+                    _check_learning(epoch, figures, validation, len(images), before[0] / before[1])
+                except InputError:  # what is left must not stand in the way of another try
+                    for file in (unfinished, best):
+                        file.unlink(missing_ok=True)
+                    raise
                 update(
                     processed,
                     total,
@@ -239,8 +244,14 @@ def _chosen(recipe: str, asked: FinetuneSettings, given: Mapping[str, Any]) -> s
     return " ".join(words)
 
 
-def _check_learning(epoch: Epoch, figures: Mapping[str, float], validation: Validation | None) -> None:
-    """Ends a training that has not learnt more than the frequencies of the classes."""
+def _check_learning(
+    epoch: Epoch, figures: Mapping[str, float], validation: Validation | None, trained_on: int, before: float
+) -> None:
+    """Warns where a network is no better than the largest class on held-out images, by two standard errors.
+
+    Ends the training where, after half of the epochs, it is no better on the training images either, nor better on the
+    held-out ones than it was ``before``.
+    """
     accuracy = figures.get("clean", figures.get("noisy"))
     if validation is None or accuracy is None or not max(2, epoch.epochs / 3) <= epoch.number < epoch.epochs:
         return
@@ -248,12 +259,24 @@ def _check_learning(epoch: Epoch, figures: Mapping[str, float], validation: Vali
     if count < _HELD_OUT[0]:
         return
     largest = validation.labels.bincount().max().item() / count
-    if accuracy <= largest + 2 * math.sqrt(largest * (1 - largest) / count):
-        raise InputError(
-            f"after {epoch.number} of {epoch.epochs} epochs {accuracy:.1%} of the held-out images are classified "
-            f"correctly, and the largest class has {largest:.1%}: the network has learnt nothing. Try a smaller --lr "
-            "or --eps, larger limits by --max-norm, or another --recipe"
-        )
+
+    def is_better(share: float, than: float, of: int) -> bool:
+        return share > than + 2 * math.sqrt(than * (1 - than) / of)
+
+    if is_better(accuracy, largest, count):
+        return
+    seen = (
+        f"after {epoch.number} of {epoch.epochs} epochs {accuracy:.1%} of {count} held-out images are classified "
+        f"correctly, and the largest class has {largest:.1%}"
+    )
+    learns = is_better(epoch.accuracy, largest, trained_on) or is_better(accuracy, before, count)
+    if learns or epoch.number < epoch.epochs / 2:
+        say(f"note: {seen}; it may be too early to tell whether the network learns")
+        return
+    raise InputError(
+        f"{seen}, and {epoch.accuracy:.1%} of the training images: the network has learnt nothing. Try a smaller --lr "
+        "or --eps, larger limits by --max-norm, or another --recipe"
+    )
 
 
 # What held-out images are measured by.

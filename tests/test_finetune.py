@@ -2,9 +2,11 @@
 
 import copy
 import csv
+import functools
 import importlib
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from typer.testing import CliRunner
 import lipcert
 from lipcert.bounds import MarginBounds, analyze
 from lipcert.certifier import Certifier
-from lipcert.cli import app
+from lipcert.cli import _finetuning, app
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
 from lipcert.inputs.data import Batch, open_images
@@ -1128,3 +1130,20 @@ def test_a_time_budget_ends_training_and_the_same_command_continues(folder) -> N
     assert "time:" not in result.stderr
     assert "stopped_after" not in lipcert.load(out).recipe[-1]
     assert not checkpoint.exists()
+
+
+@pytest.mark.parametrize(("held", "trained", "stops"), [(0.1, 0.1, True), (0.15, 0.3, False), (0.24, 0.1, False)])
+def test_only_a_network_that_certainly_learns_nothing_is_stopped(held, trained, stops, capsys):
+    """By 60 held-out images of ten classes, where it began at 10 %; 24 % of them are better than that."""
+    labels = torch.tensor([0] * 9 + [*range(1, 10)] * 6)[:60]
+    check = functools.partial(
+        _finetuning._check_learning, validation=SimpleNamespace(labels=labels), trained_on=540, before=0.1
+    )
+    check(Epoch(1, 4, 1.0, trained, 0.1, 1.0), {"clean": held})
+    assert not capsys.readouterr().err
+    if stops:
+        with pytest.raises(InputError, match="the network has learnt nothing"):
+            check(Epoch(2, 4, 1.0, trained, 0.1, 1.0), {"clean": held})
+    else:
+        check(Epoch(2, 4, 1.0, trained, 0.1, 1.0), {"clean": held})
+        assert "too early to tell" in capsys.readouterr().err
