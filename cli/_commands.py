@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -157,10 +158,17 @@ def _joined(args: Sequence[str]) -> list[str]:
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help shows options under headings."""
+    """A command whose help shows options under headings. What is given twice combines, or is refused."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        return super().parse_args(ctx, _joined(args))
+        args = _joined(args)
+        if not ctx.resilient_parsing:
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            for one, times in Counter(order).items():
+                combines = one.param_type_name == "argument" or one.multiple or (one.is_flag and not one.secondary_opts)
+                if times > 1 and not combines:
+                    ctx.fail(f"{one.opts[0]} is given {times} times, and takes one value")
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}

@@ -763,3 +763,17 @@ def test_an_artifact_with_its_default_name_is_a_file(folder):
 
 def test_a_tag_that_does_not_exist_gets_those_that_do(folder):
     assert "it has vit_tiny_patch16_224.augreg" in refused("certify", "vit_tiny_patch16_224.foo", "--eps", "0.1")
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [["--data", "a", "--data", "b"], ["--sigma", "0.1", "--sigma=0.2"], ["-o", "r.jsonl", "--out", "s.jsonl"]],
+)
+def test_an_option_given_twice_is_refused(folder, twice):
+    assert "is given 2 times, and takes one value" in refused("certify", "--eps", "0.1", *twice)
+
+
+def test_options_that_combine(folder):
+    result = run("certify", "-q", "-q", "--eps", "0.25", "--eps", "0.5", "--limit", "2", "--no-out", *GLORO)
+    assert {"certified accuracy at 0.25", "certified accuracy at 0.5"} <= facts(result.stdout).keys()
+    assert "is given 2 times" in refused("finetune", "--data", "images", "--only", "head", "--only", "blocks.0")
