@@ -1,211 +1,194 @@
-"""The page of certified networks for CIFAR-10: ours from ``benchmarks/results``, the literature's with their sources.
+"""The page of the leaderboard and its pictures, from the files in ``leaderboard``.
 
-python -m benchmarks.make_leaderboard
+    python -m benchmarks.make_leaderboard
+
+An entry is a JSON file as ``leaderboard/schema.json`` describes it. CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from benchmarks._page import table
-from benchmarks.make_checkpoints import ALL
-from benchmarks.make_measurements import read
-from benchmarks.papers.recipes import CIFAR, EPS
-from benchmarks.papers.tables import find
+from benchmarks.make_measurements import ROOT
 from lipcert.results import interval
+from lipcert.settings import parse_eps
 
-ROOT = Path(__file__).parent.parent
+FILES = ROOT / "leaderboard"
 PAGE = ROOT / "docs" / "leaderboard.md"
-HEAD = f"""# Leaderboard: CIFAR-10, ℓ2, ε = {EPS}
+TEST_IMAGES = {"CIFAR-10": 10_000, "CIFAR-100": 10_000, "Tiny-ImageNet": 10_000, "ImageNet": 50_000}
+HEAD = """# Leaderboard: certified accuracy, ℓ2
 
 Certified accuracy is the share of test images that are classified correctly and whose class no perturbation of ℓ2 norm
-up to ε changes, with pixels in [0, 1]. Made by `benchmarks/make_leaderboard.py`. Networks of lipcert name the
-measurement that they are from; their training minutes are those of one core. Where fewer than 10,000 images were
-certified, they are the first of a fixed shuffle, and the 95 % confidence interval (Wilson) of the certified share is
-given. PGD is given where it attacked all certified images. The other entries are as their sources report them, on the
-whole test set; none was run again. Entries by `anchored` are of version 0.2.0.
+up to ε changes, with pixels in [0, 1]. Each line is a file in `leaderboard/`; `benchmarks/make_leaderboard.py` makes
+this page of them, and `CONTRIBUTING.md` says how to add one. The figures are those of the source, which was run again
+only where the column *verified* says so: there lipcert certified the images, and recomputed rows from the weights.
+Where not all test images were certified, the 95 % confidence interval (Wilson) is given.
 """
-FOOT = """
+FOOT = """## What the columns mean
+
 - *global*: a Lipschitz constant of the whole network; *local*: one that is valid near the image; *1-Lipschitz*: layers
   with constant 1 by construction. All three are valid for every perturbation up to ε.
-- *anchored*: the certificate on [its own page](anchored.md). δ is its failure probability per image. *After a Lipschitz
-  prefix*: of the layers behind a value; its radius is divided by the Lipschitz constant of the layers before.
+- *anchored*: the certificate on [its own page](anchored.md). *After a Lipschitz prefix*: of the layers behind a value;
+  its radius is divided by the Lipschitz constant of the layers before. The networks that are certified so were trained
+  for 36/255, and their certificates reach no further than the layers after the cut are nearly linear.
 - *smoothed*: randomized smoothing. The certificate is about the class that the network predicts most often under
-  noise, not about the network itself, and fails with probability at most 0.001 per image. Not comparable with others.
+  noise, not about the network itself, and fails with a small probability per image.
 - *no bound*: the product that CertViT computes for vision transformers leaves out some of their operations.
-- "DDPM": trained with images of a diffusion model in addition.
-- "Prach et al. 2024, logs": the last epoch of the training logs that come with the authors' code for "1-Lipschitz
-  Layers Compared" (arXiv 2311.16833); 24 hours of training each, and for each layer the size that certifies the most.
-"""
-_CURVE = ("36/255", "48/255", "60/255", "72/255", "108/255")
-_LOGS = "Prach et al. 2024, logs"
-# data/runs/CIFAR10/final_training_24h/*/*/*/training_statistics.csv in
-# github.com/berndprach/1LipschitzLayersCompared at 01e3f2a: accuracy, and certified at 36, 72, and 108/255.
-_LAYERS_COMPARED = {
-    "AOL ConvNetM": (73.41, 60.98, 47.06, 34.65),
-    "BCOP ConvNetM": (73.99, 60.51, 45.72, 32.20),
-    "Cayley ConvNetS": (74.15, 61.06, 46.30, 32.82),
-    "CPL ConvNetM": (76.65, 65.07, 51.52, 38.10),
-    "LOT ConvNetS": (76.65, 64.56, 50.57, 37.50),
-    "SLL ConvNetM": (75.30, 62.78, 48.86, 35.83),
-    "SOC ConvNetM": (76.90, 66.34, 53.37, 39.99),
-}
-BEYOND = f"""## Beyond {EPS}
+- "Prach et al. 2024, logs": the last epoch of the training logs of the authors' code at 01e3f2a, for "1-Lipschitz
+  Layers Compared" (arXiv 2311.16833).
+- *attacked*: accuracy under the attack of the source at the first ε.
+- Certificates of other libraries leave round-off aside. Their global and local constants use power iteration, which
+  bounds norms from above only once it has converged. Each file states the assumptions of its certificate.
 
-Certified accuracy at larger ε. The networks that are certified behind a cut were trained for {EPS}, and their
-certificates reach no further than the layers after the cut are nearly linear.
-"""
-COMMANDS = """## Commands
+## Commands
 
 What prints the shares of lipcert's networks, with CIFAR-10's test images as a tar file or a folder:
 """
-_KINDS = {
-    "BCOP": "1-Lipschitz", "Cayley": "1-Lipschitz", "SOC": "1-Lipschitz", "CPL": "1-Lipschitz", "SLL": "1-Lipschitz",
-    "GloRo": "global", "LMT": "global", "LiResNet": "global", "CertViT": "global", "Local-Lip": "local",
-    "BCP": "local", "IBP": "intervals", "CROWN-IBP": "linear relaxation", "CAP": "linear relaxation",
-    "ReLU-Stability": "verification",
-}  # fmt: skip
-_NO_BOUND = "CertViT ViT"
-_SOURCES = {  # paper and table, and the rows that it is the first to report
-    ("liresnet", "1"): ("Hu et al. 2023, table 1", ("",)),
-    ("local-lip", "2"): ("Huang et al. 2021, table 2", ("",)),
-    ("certvit", "1"): ("Gupta and Verma 2023, table 1", ("CertViT",)),
-}
+_TYPES = {"object": dict, "string": str, "boolean": bool, "number": (int, float), "integer": int, "null": type(None)}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A line of the page; shares in percent.
+def problems(value: Any, schema: Mapping[str, Any], where: str = "the entry") -> Iterator[str]:
+    """What in a value a JSON Schema does not allow, for the keywords that ``leaderboard/schema.json`` uses."""
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    fits = [kind for kind in kinds if isinstance(value, _TYPES[kind]) and (kind == "boolean" or value is not True)]
+    if (kinds and not fits) or value not in schema.get("enum", [value]):
+        yield f"{where} is {value!r}, not {' or '.join(kinds) or ', '.join(schema['enum'])}"
+        return
+    if isinstance(value, (int, float)) and not schema.get("minimum", value) <= value <= schema.get("maximum", value):
+        yield f"{where} is {value}, out of range"
+    if isinstance(value, str) and (
+        len(value) < schema.get("minLength", 0) or not re.search(schema.get("pattern", ""), value)
+    ):
+        yield f"{where} is {value!r}, which is empty or of another form"
+    if not isinstance(value, dict):
+        return
+    known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    yield from (f"{where} lacks {name}" for name in schema.get("required", ()) if name not in value)
+    if len(value) < schema.get("minProperties", 0):
+        yield f"{where} is empty"
+    for name, inner in value.items():
+        if name in known or others:
+            yield from problems(inner, known.get(name, others if isinstance(others, dict) else {}), name)
+        else:
+            yield f"{where} has {name}, which no entry has"
 
-    Attributes:
-        name: the network.
-        kind: of certificate.
-        clean: accuracy without perturbation.
-        attacked: accuracy under PGD, or None.
-        certified: certified accuracy.
-        parameters: in millions, or None.
-        images: how many were certified.
-        training: CPU minutes, or None.
-        source: paper and table, or the file of the measurement.
+
+def read() -> dict[str, dict[str, Any]]:
+    """The entries by the paths of their files.
+
+    Raises:
+        SystemExit: one is not what the schema allows; says what.
     """
-
-    name: str
-    kind: str
-    clean: float
-    attacked: float | None
-    certified: float
-    source: str
-    parameters: float | None = None
-    images: str = "all"
-    training: float | None = None
+    schema, entries = json.loads((FILES / "schema.json").read_text()), {}
+    for file in sorted(FILES.glob("*/*.json")):
+        entry = entries[file.relative_to(FILES).as_posix()] = json.loads(file.read_text())
+        for problem in problems(entry, schema):
+            raise SystemExit(f"{file}: {problem}")
+    return entries
 
 
-def page() -> str:
-    """The page as Markdown, the highest certified accuracy first."""
-    entries = sorted((*_of_papers(), *_ours()), key=lambda entry: -entry.certified)
-    columns = ("network", "certified", "clean", "PGD", "certificate", "parameters", "images", "training", "source")
-    rows = [
-        (
-            entry.name, f"**{_percent(entry.certified)}**", *map(_percent, (entry.clean, entry.attacked)), entry.kind,
-            "–" if entry.parameters is None else f"{entry.parameters:.3g} M", entry.images,
-            "–" if entry.training is None else f"{entry.training:.0f} min", entry.source,
-        )
-        for entry in entries
-    ]  # fmt: skip
-    commands = [f"    {row['command']}" for row in _zoo().values() if row["name"].startswith("cifar10")]
-    return "\n".join((HEAD, *table(columns, rows), FOOT, BEYOND, *_beyond(), "", COMMANDS, *commands, ""))
+def page(entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page as Markdown, the highest certified accuracy first in each table."""
+    lines = [HEAD]
+    for data in TEST_IMAGES:
+        lines += [f"## {data}", "", f"![Clean and certified accuracy on {data}]({picture_of(data)})", ""]
+        for title, of_kind in parts(entry for entry in entries.values() if entry["data"] == data):
+            lines += [f"### {title}", "", *_table(of_kind), ""]
+    commands = sorted({entry["source"]["command"] for entry in entries.values() if "command" in entry["source"]})
+    return "\n".join((*lines, FOOT, *(f"    {command}" for command in commands), ""))
 
 
-def _beyond() -> list[str]:
-    """The table of certified accuracy at each ε, the highest at 72/255 first."""
-    rows: list[tuple[float, tuple[str, ...]]] = []
-    for name, one in read("certified_accuracy").items():
-        one = one.get("curve", one)
-        shares = [one["certified"].get(eps) for eps in _CURVE]
-        shown = [_percent(None if share is None else 100 * share) for share in shares]
-        counted = _counted(shares[0], one["images"])
-        rows.append((shares[3] or 0.0, (f"**lipcert** `{name}`", counted, _percent(100 * one["clean"]), *shown)))
-    for name, (clean, *known) in _LAYERS_COMPARED.items():
-        at = dict(zip(("36/255", "72/255", "108/255"), known, strict=True))
-        rows.append((at["72/255"] / 100, (f"{name} ({_LOGS})", "all", *map(_percent, (clean, *map(at.get, _CURVE))))))
-    columns = ("network", "images", "clean", *_CURVE)
-    return table(columns, [row for _, row in sorted(rows, key=lambda row: -row[0])])
+def parts(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """The entries of a data set that are comparable, with the title of their table."""
+    entries = list(entries)
+    for smoothed in (False, True):
+        for extra in (False, True):
+            some = [e for e in entries if extra is e["extra_data"] and smoothed is is_smoothed(e)]
+            if some:
+                kind = "Smoothed classifiers" if smoothed else "Certificates of the network itself"
+                yield f"{kind}, {'with' if extra else 'without'} extra data", some
 
 
-def _zoo() -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in json.loads((ROOT / "lipcert" / "assets" / "certified.json").read_text())}
+def is_smoothed(entry: Mapping[str, Any]) -> bool:
+    return str(entry["certificate"]["kind"]).startswith("smoothed")
 
 
-def _of_papers() -> Iterator[Entry]:
-    for (paper, number), (source, first) in _SOURCES.items():
-        found = find(paper, number)
-        for row in found.rows:
-            name = row.name.split(", ", 1)[-1]
-            if row.data != CIFAR or row.eps != EPS or name.startswith("Standard") or not name.startswith(first):
-                continue
-            figures = dict(zip(found.columns, row.paper, strict=False))
-            clean, certified = figures["clean"], figures["certified"]
-            if clean is None or certified is None:
-                continue
-            count = figures.get("parameters")
-            parameters = count / 1e6 if count else figures.get("parameters in millions")
-            kind = (
-                "no bound" if name == _NO_BOUND else next(_KINDS[known] for known in _KINDS if name.startswith(known))
+def _table(entries: list[Mapping[str, Any]]) -> list[str]:
+    every = sorted({eps for entry in entries for eps in entry["certified"]}, key=parse_eps)
+    first = max(every, key=lambda eps: sum(eps in entry["certified"] for entry in entries))
+    names = ("network", *every, "clean", "attacked", "certificate", "parameters", "images", "verified", "training")
+    rows = []
+    for entry in sorted(entries, key=lambda entry: -entry["certified"].get(first, 0)):
+        total, shares, source = TEST_IMAGES[entry["data"]], entry["certified"], entry["source"]
+        images, count = entry["images"] or total, entry["parameters"]
+        shown = [_percent(shares.get(eps)) for eps in every]
+        shown[every.index(first)] = f"**{shown[every.index(first)]}**"
+        cited = f"[{source['text']}]({source['url']})" if "url" in source else source["text"]
+        rows.append(
+            (
+                f"{entry['network']} ({cited})",
+                *shown,
+                _percent(entry["clean"]),
+                _percent(entry.get("attacked", {}).get(first)),
+                f"{entry['certificate']['kind']}, {entry['certificate']['guarantee']}",
+                "–" if count is None else f"{count / 1e6:.3g} M",
+                f"{images:,} ({interval(round(shares[first] / 100 * images), images)})" if images < total else "all",
+                f"{entry['verified']['recomputed']} rows" if "verified" in entry else "–",
+                entry["training"] or "–",
             )
-            yield Entry(name, kind, clean, figures.get("pgd"), certified, source, parameters)
-    for name, (clean, certified, *_) in _LAYERS_COMPARED.items():
-        yield Entry(name, "1-Lipschitz", clean, None, certified, _LOGS)
-
-
-def _ours() -> Iterator[Entry]:
-    zoo = _zoo()
-    behind = "anchored after a Lipschitz prefix"
-    kinds = {
-        "cifar10-liresnet-w128": (", labels mixed with a teacher's", behind),
-        "cifar10-liresnet-smooth": ("", behind),
-        "cifar10-liresnet": ("", "global"),
-        "cifar10-liresnet-108": (", trained for ε up to 144/255", "global"),
-        "cifar10-hybrid-l2": (", 1 block of L2 attention, which changes few predictions", "global"),
-        "cifar10-vit": (", dot-product attention, 2 blocks", "anchored"),
-    }
-    minutes = {
-        "cifar10-liresnet": sum(epoch["seconds"] for epoch in read("liresnet_cifar")["epochs"]) / 60,
-        "cifar10-vit": sum(read("both_kinds")["training, cpu minutes"].values()),
-    }
-    for name, (more, bound) in kinds.items():
-        row = zoo[name]
-        kind = f"{bound}, {row['rigor']}"
-        yield Entry(
-            f"**lipcert** `{name}`{more}", kind, 100 * row["clean"], _pgd(row), 100 * row["certified"],
-            "`certified.json`", row["parameters"] / 1e6, _counted(row["certified"], row["images"]), minutes.get(name),
-        )  # fmt: skip
-    both = read("both_kinds")
-    found = both["certificates"]["smoothing"]
-    yield Entry(
-        "**lipcert** ViT of 2 blocks, trained under noise", "smoothed, σ = 0.25", 100 * found["right"], None,
-        100 * found["certified"][EPS], "`both_kinds.json`", None, _counted(found["certified"][EPS], found["images"]),
-        both["training, cpu minutes"]["noisy"],
-    )  # fmt: skip
-
-
-def _counted(certified: float, images: int) -> str:
-    """The number of images; if they are not all, with Wilson's 95 % confidence interval of the certified share."""
-    return f"{images:,}" + (f" ({interval(round(certified * images), images)})" if images < ALL else "")
-
-
-def _pgd(row: dict[str, Any]) -> float | None:
-    """Accuracy under PGD in percent, if it attacked all certified images."""
-    return 100 * row["attacked"] if row["attacked_images"] == row["images"] else None
+        )
+    return table(names, rows)
 
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1f} %"
 
 
+def picture_of(data: str) -> str:
+    """The picture of a data set, from the page."""
+    return f"pictures/leaderboard-{data.lower()}.svg"
+
+
+def points(entries: Mapping[str, Mapping[str, Any]], data: str) -> dict[str, list[tuple[float, float]]]:
+    """Clean and certified accuracy at 36/255 of the entries that state both, by the titles of their tables."""
+    known = [entry for entry in entries.values() if entry["data"] == data and entry["clean"] is not None]
+    known = [entry for entry in known if "36/255" in entry["certified"]]
+    return {title: sorted((e["clean"], e["certified"]["36/255"]) for e in some) for title, some in parts(known)}
+
+
+def picture(entries: Mapping[str, Mapping[str, Any]], data: str) -> str:
+    """Certified over clean accuracy on a data set, an SVG file."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    shown = points(entries, data)
+    with style.context(["default", {"svg.hashsalt": "lipcert", "svg.fonttype": "path", "font.size": 10}]):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for marker, (title, some) in zip("osD^", shown.items(), strict=False):
+            axes.plot(*zip(*some, strict=True), linestyle="", marker=marker, alpha=0.7, label=title)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlabel="accuracy in %", ylabel="certified at 36/255 in %", title=data)
+        axes.legend(frameon=False)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = file.getvalue()
+    return f"{text[text.index('<svg') :]}<!-- {json.dumps(shown)} -->\n"
+
+
+def main() -> None:
+    entries = read()
+    PAGE.write_text(page(entries))
+    for data in TEST_IMAGES:
+        (PAGE.parent / picture_of(data)).write_text(picture(entries, data))
+    print(f"wrote {PAGE.relative_to(ROOT)} from {len(entries)} files")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    main()

@@ -30,6 +30,10 @@ def verify(
     labels: Labels = None,
     as_json: AsJson = False,
     denoiser: Denoiser = None,
+    entry: Annotated[
+        Path | None,
+        typer.Option(help="Write what is confirmed to this entry of the leaderboard, a JSON file; see CONTRIBUTING."),
+    ] = None,
 ) -> None:
     """Recompute rows from the model and the images; exit code 1 if one is not confirmed."""
     if sample < 1:
@@ -38,15 +42,19 @@ def verify(
         raise InputError(f"MODEL comes first, then RESULTS: lipcert verify {results} {model}")
     asked_weights, named = weights(), Source.of(model)
     start(results, *asked_weights.files, classes, labels, data=data)
+    if entry is not None and entry.suffix != ".json":
+        raise InputError(f"--entry takes a JSON file such as leaderboard/cifar-10/my-network.json, got {entry}")
     from lipcert.inputs.data import open_images
     from lipcert.numerics import as_assumed
     from lipcert.results import read_run
+    from lipcert.results.entry import read_entry, write_entry
     from lipcert.results.verify import attack_of, check_model
     from lipcert.results.verify import verify as verify_rows
 
     from ._loading import load_model, show_data
 
     run = read_run(results)
+    written = None if entry is None else read_entry(entry, run)
     recorded = Preprocessing.of_summary(run.summary.get("preprocessing") or {})
     try:
         loaded = load_model(named, ModelOptions(**vars(asked_weights), **vars(recorded)), denoiser=denoiser)
@@ -89,3 +97,6 @@ def verify(
         complain(f"lipcert: {objection}")
     if objections:
         raise typer.Exit(1)
+    if entry is not None and written is not None:
+        write_entry(entry, written, run, len(rows), sum(parameter.numel() for parameter in loaded.parameters()))
+        say(f"wrote {entry}; fill in by hand what is empty in it")

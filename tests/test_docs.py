@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import lipcert
-from benchmarks import make_leaderboard, make_measurements
+from benchmarks import make_measurements
 from lipcert.certifier._staged import CLASSES
 from lipcert.cli import app
 from lipcert.results import read_run
@@ -62,10 +62,6 @@ def test_the_page_of_measurements_is_what_the_measurements_say() -> None:
     drawn = make_measurements.shown(make_measurements.PICTURE.read_text())
     assert drawn == {name: [[*point] for point in line] for name, line in make_measurements.points().items()}, again
     assert make_measurements.shown(make_measurements.picture()) == drawn
-
-
-def test_the_leaderboard_is_what_measurements_and_papers_say() -> None:
-    assert make_leaderboard.PAGE.read_text() == make_leaderboard.page(), "run python -m benchmarks.make_leaderboard"
 
 
 def test_the_readme_runs(workplace) -> None:
