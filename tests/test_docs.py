@@ -140,12 +140,29 @@ def test_every_block_runs(page, workplace, short_attack, own_methods):
         save_file(timm.create_model("tf_efficientnet_lite0").state_dict(), "lite0.safetensors")
     space: dict[str, object] = {"__name__": "__main__"}
     for language, content in blocks(page):
-        assert language in RUNNABLE | {"text"}, f"{page} has a block of the language {language!r}"
+        assert language in RUNNABLE | {"text", "yaml"}, f"{page} has a block of the language {language!r}"
         if language == "python":
             exec(compile(content, page, "exec"), space)
         elif language == "sh":
             for line in content.replace("\\\n", " ").splitlines():
                 run_shell(line)
+
+
+def test_the_workflow_certifies_and_writes_a_badge(workplace) -> None:
+    """Its own steps, on two images of the workplace; a second run continues the first."""
+    yaml = pytest.importorskip("yaml")
+    save_artifacts()
+    steps = yaml.safe_load(blocks("how-to/continuous-integration.md")[0][1])["jobs"]["certify"]["steps"]
+    lines = [step["run"] for step in steps if "run" in step]
+    (certify,) = [line for line in lines if line.startswith("lipcert")]
+    words = reduced(shlex.split(certify.replace("--limit 500", "--limit 2").replace("0.5", "0"))[1:])
+    for _ in range(2):
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+    assert CliRunner().invoke(app, [word if word != "0" else "1" for word in words]).exit_code == 1
+    (script,) = re.findall(r"<<'END'\n(.*?)^END$", lines[-1], re.M | re.S)
+    exec(compile(script, "certify.yml", "exec"), {})
+    assert json.loads(Path("badge.json").read_text())["label"] == "certified at 36/255"
 
 
 def test_the_worked_example_prints_the_numbers_of_the_page(capsys) -> None:
