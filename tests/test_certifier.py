@@ -276,7 +276,7 @@ def test_perturbed_inside() -> None:
     assert result.method == ("anchored",) * 2
     assert bool((result.radius > 0).all())
     for other in ({"method": "gloro"}, {"dtype": "float32"}, {"attack": "pgd"}):
-        with pytest.raises(InputError, match="at asks for"):
+        with pytest.raises(InputError, match="at needs method"):
             certify(model, images, eps=1e-3, at="patch_embed", **other)
     with pytest.raises(InputError, match="belongs to at='head.7'"):
         certify(model, images, eps=1e-3, at="head.7")

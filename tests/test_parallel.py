@@ -207,7 +207,10 @@ def test_what_is_no_shard(folder, text):
     with pytest.raises(InputError, match="2/5"):
         _parse.parse_shard(text)
     assert "--out" in run("certify", *GLORO, "--shard", "1/2", code=2).stderr
-    assert "such as 2/5, got ''" in run("certify", *GLORO, "--out", "r.jsonl", "--shard", "", code=2).stderr
+    assert (
+        "such as 2/5 (they count from 1), got ''"
+        in run("certify", *GLORO, "--out", "r.jsonl", "--shard", "", code=2).stderr
+    )
 
 
 def test_attacks_are_part_of_what_a_file_holds(folder):
