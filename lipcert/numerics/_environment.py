@@ -38,6 +38,10 @@ ASSUMED = {
         "torch.backends.cudnn.enabled = False, and for float32 torch.backends.cuda.enable_mem_efficient_sdp(False))",
         "exp, erf, tanh, log, sqrt and rsqrt are right to 4 ulp",
     ),
+    "smoothing": (
+        "the bits of the noise are as good as random ones, and its seed was chosen before looking at results",
+        "the network is one function: it gives an image the same class in every batch",
+    ),
     "half": (
         "sums inside float16 and bfloat16 operations are float32 (on CUDA torch.backends.cuda.matmul."
         "allow_fp16_reduced_precision_reduction = False and its bfloat16 counterpart)",
@@ -62,7 +66,9 @@ _PROBED = 64
 
 
 def assumptions(dtype: str) -> list[str]:
-    """The assumptions of a certificate for ``dtype``, or for real arithmetic."""
+    """The assumptions of a certificate for ``dtype``, for real arithmetic, or of ``smoothing``."""
+    if dtype == "smoothing":
+        return list(ASSUMED[dtype])
     texts = [*ASSUMED["real"], *(ASSUMED["deployed"] if dtype != "real" else ())]
     return texts + list(ASSUMED["half"] if dtype in ("float16", "bfloat16") else ())
 

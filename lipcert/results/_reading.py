@@ -68,12 +68,12 @@ class Run(Tally):
     @property
     def sampled(self) -> bool:
         """Whether the images are a random sample of the data, or all of it: the run finished, or they are the first."""
-        data, limit = self.summary.get("data") or {}, self.summary.get("limit")
+        data = self.summary.get("data") or {}
         if self.complete or type(total := data.get("images")) is not int:
             return self.complete
-        kept_out = (self.summary.get("sigma_choice") or {}).get("indices") or ()
-        left_out = {*(data.get("removed") or ()), *kept_out}
-        order = [index for index in order_of(total, limit) if index not in left_out]
+        chosen_on = (self.summary.get("sigma_choice") or {}).get("indices") or ()
+        left_out = {*(data.get("removed") or ()), *chosen_on}
+        order = [index for index in order_of(total, None) if index not in left_out]
         return {row["index"] for row in self.rows} == {*order[: len(self)]}
 
     def interval(self, part: int) -> str:

@@ -16,7 +16,7 @@ from lipcert.inputs.preprocessing import preprocessing
 from lipcert.model import Model
 from lipcert.numerics import Bound, assumptions, environment_settings
 from lipcert.results._rows import thinned
-from lipcert.settings import version
+from lipcert.settings import SMOOTHING, version
 
 if TYPE_CHECKING:
     from lipcert.certifier import Certifier
@@ -65,7 +65,7 @@ def describe(
             "device": str(model.device),
             "settings": environment_settings(),
         },
-        "assumptions": assumptions(certifier.dtype),
+        "assumptions": assumptions(SMOOTHING if certifier.settings.method == SMOOTHING else certifier.dtype),
     }
 
 
