@@ -1,8 +1,11 @@
 """Several processes: fine-tuning and constraining end as they do in one process."""
 
 import os
+import signal
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +217,28 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
     mapped_anew, kept = faults("no"), faults("keep")
     assert mapped_anew - kept > 5 * 2**26 / os.sysconf("SC_PAGE_SIZE")  # five tensors of twenty, at the least
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    script = """
+        import os, time
+        from lipcert.numerics import worker_pool
+        with worker_pool(1) as pool:
+            print(pool.submit(os.getpid).result(), flush=True)
+            time.sleep(1e6)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(600):
+        try:
+            os.kill(worker, 0)
+            ended = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # nobody waits for it
+        except OSError:
+            ended = True
+        if ended:
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker lives on")

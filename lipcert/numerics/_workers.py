@@ -78,6 +78,15 @@ class _Context(multiprocessing.context.SpawnContext):
 
 
 def _prepare(threads: int) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
     torch.set_num_threads(threads)
     keep_freed()
+
+
+def _end_with(parent: Any) -> None:
+    """Ends this worker with its parent, also a killed one, after which the pool's pipe stays open: workers hold it."""
+    parent.join()
+    os._exit(1)
