@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -274,3 +277,49 @@ def test_the_probability_above_a_threshold() -> None:
         density = grid**count * (1 - grid) ** (16 - count)
         assert share_above(count, 16, p) == pytest.approx(float(density[grid > p].sum() / density.sum()), abs=1e-3)
     assert math.isclose(share_above(16, 16, 0.88), 1 - 0.88**17)
+
+
+class _Stub(nn.Module):
+    """The interface of diffusers' UNet2DModel: predicts the noise of x_t at a time step."""
+
+    def __init__(self, noise: Tensor):
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, sample: Tensor, timestep: int) -> Any:
+        return SimpleNamespace(sample=self.noise.expand_as(sample))
+
+
+def test_the_adapter_of_a_diffusion_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a UNet that knows the noise, the one step of the how-to's adapter gives the clean image."""
+    page = (Path(__file__).parents[1] / "docs/how-to/a-diffusion-model-as-denoiser.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.S)
+    assert code is not None
+    diffusers: Any
+    try:
+        import diffusers
+    except ImportError:
+        diffusers = ModuleType("diffusers")
+        diffusers.DDPMScheduler = diffusers.UNet2DModel = object
+        monkeypatch.setitem(sys.modules, "diffusers", diffusers)
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0)
+    clean, noise = torch.rand(1, 3, 16, 16), torch.randn(1, 3, 16, 16)
+    sigma = 0.5
+    adapter = names["OneStep"](_Stub(noise), alphas, sigma)
+    assert (1 - adapter.kept) / adapter.kept == pytest.approx((2 * sigma) ** 2, rel=0.02)
+    torch.testing.assert_close(adapter(clean + sigma * noise), clean, rtol=0, atol=0.03)
+    model = lipcert.SmoothedClassifier(small(), sigma, adapter)
+    assert model(torch.rand(1, 3, 16, 16), samples=4).sum() == 1
+    if hasattr(diffusers, "__version__"):
+        tiny = diffusers.UNet2DModel(
+            sample_size=16,
+            block_out_channels=(8,),
+            down_block_types=("DownBlock2D",),
+            up_block_types=("UpBlock2D",),
+            layers_per_block=1,
+            norm_num_groups=4,
+        )
+        model = lipcert.SmoothedClassifier(small(), sigma, names["OneStep"](tiny, alphas, sigma))
+        assert model(torch.rand(1, 3, 16, 16), samples=4).sum() == 1

@@ -4,4 +4,4 @@ from lipcert.denoisers._dct import DCT
 from lipcert.denoisers._denoised import NAMES, Denoised, check_noise, denoiser_named, is_named
 from lipcert.denoisers._natural import Natural, NaturalNet
 
-__all__ = ["Denoised"]
+__all__: list[str] = []

@@ -18,7 +18,6 @@ from lipcert.smoothing._votes import SELECTION
 __all__ = [
     "SigmaChoice",
     "SmoothedCertificates",
-    "SmoothedClassifier",
     "Smoothing",
     "choose_sigma",
     "clopper_pearson",
