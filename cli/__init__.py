@@ -38,7 +38,7 @@ def options(
         ),
     ] = None,
     _: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_show_version)
+        bool, typer.Option("--version", "-V", help="Print the version and stop.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     """Certify timm image classifiers against l2 perturbations, and change them for larger certified radii."""

@@ -30,6 +30,9 @@ from ._options import (
 from ._parse import parse_duration, parse_shard, read_names
 from ._print import start
 
+# From this ε on a number of 8-bit steps is meant, seen before the size of the images is known.
+_STEPS = 8
+
 
 @options_of(settings=CertifySettings, source=ModelOptions)
 def certify(
@@ -76,7 +79,12 @@ def certify(
     """Certify images: no l2 perturbation of pixels within [0, 1] below the certified radius changes the prediction."""
     sigma = settings.keywords.get("sigma")
     asked = [settings(sigma=one) for one in ([None] if sigma is None else dict.fromkeys(sigma.split(",")))]
-    asked_source = source()
+    asked_source, largest = source(), asked[0].largest_eps
+    if asked[0].at is None and largest >= _STEPS:
+        raise InputError(
+            f"--eps {largest:g} is beyond all certificates: pixels are in [0, 1], so a number of steps of 255 is "
+            f"written {largest:g}/255"
+        )
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
     if no_out and out is not None:

@@ -97,6 +97,7 @@ def test_help_and_version():
         assert re.search(rf"\n  Examples:\n(    .*\n)*    lipcert {command}", shown), shown
         assert "\b" not in shown
     assert re.fullmatch(r"lipcert \S+\n", run("--version").stdout)
+    assert run("-V").stdout == run("--version").stdout
     assert "no such command 'certfy'. Did you mean 'certify'" in run("certfy", code=2).stderr
     assert "no such command 'quux'" in run("quux", code=2).stderr
 
@@ -771,6 +772,11 @@ def test_a_tag_that_does_not_exist_gets_those_that_do(folder):
 )
 def test_an_option_given_twice_is_refused(folder, twice):
     assert "is given 2 times, and takes one value" in refused("certify", "--eps", "0.1", *twice)
+
+
+def test_a_number_of_steps_is_no_eps(folder):
+    for model in ([], ["none_of_timm"]):  # before the model is looked for
+        assert "written 36/255" in refused("certify", *model, "--eps", "36")
 
 
 def test_options_that_combine(folder):
