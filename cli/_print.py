@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -32,10 +31,7 @@ def say(line: str) -> None:
 
 
 def complain(line: str) -> None:
-    """Prints a line on standard error even with --quiet; on a terminal it is wrapped between words."""
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        line = "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)) or line
+    """Prints a line on standard error even with --quiet; only the terminal breaks it, so that it can be copied."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -119,7 +115,7 @@ def _bars() -> Any:
 
     columns = (of.SpinnerColumn(), of.TextColumn("{task.description}"), of.BarColumn(bar_width=10))
     times = (of.TaskProgressColumn(), of.TimeElapsedColumn(), of.TimeRemainingColumn())
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)  # lines above the bars are broken by the terminal alone
     return of.Progress(*columns, *times, console=console, transient=True, speed_estimate_period=math.inf)
 
 

@@ -1,5 +1,6 @@
 """The commands as a user runs them: output, files, exit codes, and one line for everything that goes wrong."""
 
+import contextlib
 import copy
 import io
 import json
@@ -529,15 +530,17 @@ def test_tables_leave_columns_out_rather_than_break_names(monkeypatch, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_messages_break_between_words(monkeypatch):
+@pytest.mark.parametrize("above_a_bar", [False, True])
+def test_only_the_terminal_breaks_the_line_of_a_message(monkeypatch, above_a_bar):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "40")
-    words = "lipcert: there is no file a-very-long-name-of-a-file-that-does-not-fit-into-a-line.safetensors here"
-    _print.say(words)
-    lines = terminal.getvalue().splitlines()
-    assert " ".join(lines) == words
-    assert [len(line) <= 40 for line in lines] == [True, False, True]
+    monkeypatch.setenv("TERM", "xterm")
+    line = "next: lipcert certify a-very-long-name-of-a-file.safetensors --data a-long-name-of-a-folder --eps 36/255"
+    with _print.progress("certifying", 100) if above_a_bar else contextlib.nullcontext():
+        _print.say(line)
+        print(line, file=sys.stderr)  # as a warning
+    assert terminal.getvalue().count(line) == 2
 
 
 def test_bars_are_for_terminals_only(monkeypatch, capsys):
