@@ -39,7 +39,7 @@ COMMANDS = {
     "predict": "Predict images with a smoothed classifier: class, share, radius.",
     "report": "Show results as tables, an HTML page or a model card.",
     "verify": "Recompute rows of a result file and compare.",
-    "models": "List certified checkpoints, or show what works on an architecture.",
+    "models": "List the certified checkpoints that come with lipcert.",
 }
 
 _EXAMPLES = {

@@ -92,7 +92,8 @@ def run(
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
         validation, write_log = None, None if log is None else Log(log)
         measured: list[str] = []
-        if validate is None and asked.ema is None and (asked.loss, asked.only) != ("noise", "head"):
+        fitted = (asked.loss, asked.only) == ("noise", "head")
+        if validate is None and asked.ema is None and not fitted:
             tenth = len(images) // 10
             validate = min(tenth, _HELD_OUT[1]) if tenth >= _HELD_OUT[0] else 0
         if validate:
@@ -104,7 +105,8 @@ def run(
             validation = Validation(loaded, cast(Batch, images.others(validate)), asked, best)
 
         total = len(images) * asked.epochs
-        with progress(f"measuring accuracy before {asked.epochs} epochs", total) as update:
+        epochs = "the head is fitted" if fitted else f"{asked.epochs} epochs"
+        with progress(f"measuring accuracy before {epochs}", total) as update:
             processed = 0
 
             def count_up(more: int) -> None:
@@ -142,7 +144,7 @@ def run(
             batches = _batches(of, images, loaded, count_up)
             sample = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN), purpose="train", **lists)
             before = _accuracy(loaded, sample, processes, asked, update)
-            update(0, total, f"epoch 1 of {asked.epochs}")
+            update(0, total, "fitting the head to noisy images" if fitted else f"epoch 1 of {asked.epochs}")
             try:
                 train(
                     loaded,

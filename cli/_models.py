@@ -8,9 +8,10 @@ import typer
 
 from lipcert.errors import InputError
 from lipcert.inputs.checkpoints import Checkpoint, checkpoints
+from lipcert.inputs.sources import architectures
 
 from ._options import AsJson
-from ._print import busy, percent, print_json, print_table, say
+from ._print import busy, command, percent, print_json, print_table, say
 
 _COLUMNS = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method")
 
@@ -29,7 +30,8 @@ def models(
     entries = [one for one in checkpoints() if name in (None, one.name)]
     if not entries:
         close = difflib.get_close_matches(str(name), [one.name for one in checkpoints()])
-        more = f"did you mean {' or '.join(close)}?" if close else "lipcert inspect MODEL looks at any model"
+        other = next(iter(difflib.get_close_matches(str(name), architectures())), "MODEL")
+        more = f"did you mean {' or '.join(close)}?" if close else f"{command('inspect', other)} looks at any model"
         raise InputError(f"no checkpoint that comes with lipcert is called {name}; {more}")
     if as_json:
         print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in entries])

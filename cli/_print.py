@@ -60,12 +60,13 @@ def words_of(options: Mapping[str, object]) -> list[str]:
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     """Prints names and values, one pair per line, separated by tabs in a pipe.
 
-    A command is printed below the table, where only the terminal breaks its line, so that it can be pasted.
+    Advice is printed below the table, where only the terminal breaks its line, so that it can be pasted, and not with
+    --quiet.
     """
     first = next((place for place, (name, _) in enumerate(facts) if name == "next"), len(facts))
     print_table((), facts[:first])
     between = ": " if sys.stdout.isatty() else "\t"
-    for name, value in facts[first:]:
+    for name, value in () if quiet else facts[first:]:
         print(f"{name}{between}{value}")
 
 

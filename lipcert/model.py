@@ -46,17 +46,19 @@ _MOST_PIXELS = 2**26
 _ROUNDED = 1e-6
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_LOADERS: list[Callable[[nn.Module], Model]] = []
+_LOADERS: list[Callable[..., Model]] = []
 
 
-def checked(model: object) -> Model:
-    """The given model, without a ``torch.compile`` wrapper; a timm module is wrapped as a model."""
+def checked(model: object, **pixels: Any) -> Model:
+    """The given model, without a ``torch.compile`` wrapper; a module of timm, or one with ``pixels``, is wrapped."""
     model = getattr(model, "_orig_mod", model)
     model = getattr(model, "network", model) if hasattr(model, "sigma") else model  # of a smoothed classifier
-    if isinstance(model, Model):
+    if isinstance(model, Model) and not pixels:
         return model
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; make one: lipcert.load('vit_tiny_patch16_224')")
+    if pixels:
+        return _LOADERS[0](model, **pixels)
     if getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None):
         loaded = _LOADERS[0](model)
         mean, std = (", ".join(f"{x:.4g}" for x in value.flatten().tolist()) for value in (loaded.mean, loaded.std))
@@ -272,7 +274,7 @@ class Model(nn.Module):
             if shape == self.input_size:
                 hint = "give a batch: images[None]"
             elif len(shape) == 4 and (shape[3], *shape[1:3]) == self.input_size:
-                hint = "channels come first: images.permute(0, 3, 1, 2)"
+                hint = "channels come first: images.permute(0, 3, 1, 2), or images.transpose(0, 3, 1, 2) of NumPy"
             elif len(shape) == 5 and shape[2:] == self.input_size:
                 hint = "crops are images of their own: images.flatten(0, 1), with each label as often"
             raise InputError(f"images must have shape (N, {expected}), got {shape}; {hint}")

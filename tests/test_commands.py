@@ -78,6 +78,7 @@ def test_quiet_leaves_results_and_errors(folder, monkeypatch) -> None:
     result = run("certify", "--eps", "0.1", "--limit", 2, "--method", "gloro", "-q")
     assert result.stderr == ""
     assert "certified accuracy" in result.stdout
+    assert "\nnext\t" not in result.stdout
     assert run("certify", "--eps", "-1", "--quiet", code=2).stderr.startswith("lipcert: eps must be")
     assert not _print.quiet
     assert "model: digits-vit, bundled" in run("inspect").stderr

@@ -73,6 +73,13 @@ def test_the_readme_runs(workplace) -> None:
     assert space["result"].certified.all()
 
 
+def test_the_readme_shows_the_rows_that_are_printed(workplace) -> None:
+    shown = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[1]
+    names = [re.split(r"  +", line)[0] for line in shown.splitlines() if "  " in line]
+    printed = CliRunner().invoke(app, ["certify", "--eps", "36/255", "--limit", "1"]).stdout
+    assert [line.partition("\t")[0] for line in printed.splitlines()] == [n for n in names if n != "not certified"]
+
+
 def test_the_notebook_runs(workplace, short_attack) -> None:
     """On two images in place of eight; nothing is installed. What a notebook shows are values of last lines."""
     pytest.importorskip("matplotlib").use("agg")

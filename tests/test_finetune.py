@@ -618,6 +618,13 @@ def test_a_head_alone_is_fitted_to_features_of_noisy_images(digits, loader) -> N
     assert seen[0].accuracy > right - 0.1  # on the images of the fit
 
 
+def test_a_fit_of_the_head_announces_no_epochs(folder, monkeypatch) -> None:
+    said, shown = [], _finetuning.progress
+    monkeypatch.setattr(_finetuning, "progress", lambda what, total=None: said.append(what) or shown(what, total))
+    run("small.lipcert.safetensors", "--data", "images", "--recipe", "noise", "--only", "head", "--sigma", 0.3)
+    assert "epochs" not in "".join(said)
+
+
 def test_only_takes_modules_and_names_the_nearest() -> None:
     model = vit()
     head = {id(p) for p in model.net.head.parameters()}

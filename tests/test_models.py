@@ -25,7 +25,8 @@ def test_the_command_knows_checkpoints_only() -> None:
     assert "did you mean cifar10-vit" in wrong.stderr.replace("\n", " ")
     wrong = CliRunner().invoke(app, ["models", "vit_tiny_patch16_224"])
     assert wrong.exit_code == 2
-    assert "lipcert inspect" in wrong.stderr.replace("\n", " ")
+    assert "lipcert inspect vit_tiny_patch16_224 looks at" in wrong.stderr
+    assert "lipcert inspect resnet18 looks at" in CliRunner().invoke(app, ["models", "resnet1"]).stderr
 
 
 def test_names_are_read_from_the_code() -> None:

@@ -155,6 +155,21 @@ def test_a_plain_module_is_named_by_every_function(images) -> None:
             function(net, *more)
 
 
+def test_a_plain_module_is_certified_with_its_normalisation() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)).eval()
+    images, pixels = torch.rand(4, 3, 2, 2), {"mean": 0.5, "std": 0.25, "input_size": (3, 2, 2)}
+    found = lipcert.certify(net, images, **pixels, **GLORO)
+    assert torch.equal(found.radius, lipcert.certify(lipcert.load(net, **pixels), images, **GLORO).radius)
+    assert found.radius.min() > 0
+    with pytest.raises(InputError, match="loaded already"):
+        lipcert.certify(lipcert.load(net, **pixels), images, **pixels, **GLORO)
+    with pytest.raises(InputError, match="mean"):
+        lipcert.certify(net, images, input_size=(3, 2, 2), **GLORO)
+    with pytest.raises(InputError, match=r"images.transpose\(0, 3, 1, 2\) of NumPy"):
+        lipcert.certify(net, np.zeros((4, 2, 2, 3), np.float32), **pixels, **GLORO)
+
+
 def test_training_mode_is_named(images) -> None:
     with pytest.raises(InputError, match=r"training mode; call model.eval\(\)"):
         lipcert.certify(lipcert.load().train(), images, **GLORO)

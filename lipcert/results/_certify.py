@@ -130,6 +130,9 @@ def certify(
     *,
     batch_size: int | None = None,
     memory: float | str | None = None,
+    mean: Sequence[float] | float | None = None,
+    std: Sequence[float] | float | None = None,
+    input_size: Sequence[int] | None = None,
     **settings: Unpack[CertifyOptions],
 ) -> Result | SmoothedResult:
     """Certifies which predictions no ℓ2 perturbation of the pixels within [0, 1] up to ε changes.
@@ -137,7 +140,8 @@ def certify(
     Method ``"smoothing"`` accepts any network. It certifies another function, the network's smoothed classifier.
 
     Args:
-        model: from :func:`lipcert.load`, or a module that timm made, or a smoothed classifier, for method smoothing.
+        model: from :func:`lipcert.load`, or a module that timm made, or a smoothed classifier, for method smoothing; or
+            any module, with ``mean``, ``std`` and ``input_size``.
         images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
             DataLoader, where each batch is a tensor of images or a pair of images and labels.
         labels: true classes, shape (N,), or None.
@@ -146,6 +150,7 @@ def certify(
         batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
         memory: bytes for what is computed at once, or a text such as ``"8GB"``; None for half of what is free. Noise
             draws have no such default: their number depends on the device.
+        mean, std, input_size: of a module, as for :func:`lipcert.load`.
         **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``method``, ``dtype``,
             ``rigor``, ``at``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
             ``all_samples``, ``seed`` for smoothing. An attack gives upper bounds on the radii.
@@ -163,7 +168,8 @@ def certify(
     asked = settings_of(CertifySettings, *(() if eps is None else (eps,)), **settings)
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size is a number of images, at least 1, got {batch_size!r}; or leave it out")
-    model = checked(model)
+    pixels = {"mean": mean, "std": std, "input_size": input_size}
+    model = checked(model, **{name: value for name, value in pixels.items() if value is not None})
     asked = asked.smoothed(model.sigma)
     certifier = certifier_for(model, asked, batch=batch_size, memory=memory)
     smoothed = isinstance(certifier, Smoothing)
