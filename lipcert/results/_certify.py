@@ -150,7 +150,9 @@ def certify(
         batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
         memory: bytes for what is computed at once, or a text such as ``"8GB"``; None for half of what is free. Noise
             draws have no such default: their number depends on the device.
-        mean, std, input_size: of a module, as for :func:`lipcert.load`.
+        mean: that of the normalisation, for a plain module, as for :func:`lipcert.load`.
+        std: likewise.
+        input_size: likewise.
         **settings: the fields of :class:`lipcert.certifier.CertifySettings`: ``method``, ``dtype``,
             ``rigor``, ``at``, ``delta``, ``attack``, and ``sigma``, ``samples``, ``alpha``,
             ``all_samples``, ``seed`` for smoothing. An attack gives upper bounds on the radii.
