@@ -115,7 +115,6 @@ class _Outcome:
     run: Run
     path: Path | None
     status: Status
-    undecided: int = 0
 
     @property
     def certified(self) -> float:
@@ -298,8 +297,6 @@ def _certify_with(
         if rows:
             say(f"{file}: continuing after {rows} images")
 
-    if not isinstance(certifier, Certifier):
-        certifier.deadline = plan.until
     with progress("certifying", len(images)) as update:
         done = 0
         total: int | None = len(images)
@@ -328,10 +325,8 @@ def _certify_with(
                 deadline=plan.until,
                 ahead=ahead,
             )
-    undecided = 0 if isinstance(certifier, Certifier) else sum(map(certifier.undecided, tally.rows))
-    if plan.until < math.inf and plan.parts == 1 and (undecided or len(tally) < len(images)):
-        more = f", {undecided} of them undecided" if undecided else ""
-        say(f"time: stopped after {len(tally)} of {len(images)} images{more}; the same command continues")
+    if plan.until < math.inf and plan.parts == 1 and len(tally) < len(images):
+        say(f"time: stopped after {len(tally)} of {len(images)} images; the same command continues")
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")
@@ -347,7 +342,7 @@ def _certify_with(
         certified=1 if settings.noise else run.certified,
         rows=plan.out if plan.out is not None and plan.out.is_dir() else path,
     )
-    return _Outcome(label, run, path, status, undecided)
+    return _Outcome(label, run, path, status)
 
 
 def _keeps(plan: Plan) -> bool:
@@ -419,11 +414,9 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
     if outcome.status.log10 is not None:
         rows.append(("Lipschitz bound", upper(outcome.status.log10)))
     rows.append(("seconds", seconds(run)))
-    if run.samples and not outcome.undecided:
+    if run.samples:
         most = len(run) * (plan.settings[0].samples + SELECTION)
         rows.append(("early stopping", f"saved {100 * (1 - run.samples / most):.1f} % of {most:,} draws"))
-    if outcome.undecided:
-        rows.append(("undecided", f"{outcome.undecided} of {len(run)}: too few draws for a verdict"))
     if outcome.path is not None:
         rows += [("rows", str(outcome.path)), ("summary", str(summary_path(outcome.path)))]
     rows += _why_not(run, run.eps_typed)
@@ -465,7 +458,7 @@ def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
         page = "report.html" if out is None else out.with_suffix(".html")
         return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", page))
     first = outcomes[0]
-    if first.path is not None and (first.undecided or not first.run.complete):
+    if first.path is not None and not first.run.complete:
         return Advice(typed(), "it continues where the time ended")
     return advise(first.status if len(outcomes) == 1 else replace(first.status, certified=1))
 

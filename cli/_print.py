@@ -109,15 +109,74 @@ def _width(table: Sequence[Sequence[str]]) -> int:
 Update = Callable[..., None]
 
 
+# Steps before a time left is shown; standard errors on both sides of it; steps as long as the longest that are added
+# to the variance, since the longest of all may be still to come.
+_STEPS, _WIDE, _LONGEST = 10, 3.0, 3
+
+
+class _Pace:
+    """How far work is, and how long it may go on: an interval that shrinks."""
+
+    def __init__(self, what: str, total: float | None):
+        self.what, self.total = what, total
+        self._begin()
+
+    def _begin(self) -> None:
+        self.started = self._last = time.monotonic()
+        self.done = self._squares = self._most = 0.0
+        self._steps, self._ends = 0, (-math.inf, math.inf)
+
+    def update(self, done: float, total: float | None, what: str | None) -> bool:
+        """Takes the news; whether they are of another count, with a speed of its own."""
+        if again := bool(self.done) and (total != self.total or done < self.done):
+            self._begin()
+        self.what, self.total = what or self.what, total
+        if (step := done - self.done) > 0:
+            now = time.monotonic()
+            square = (now - self._last) ** 2 / step
+            self._squares, self._most = self._squares + square, max(self._most, square)
+            self.done, self._last, self._steps = done, now, self._steps + 1
+            if total is not None and self._steps >= _STEPS:
+                self._foresee(max(0.0, total - done), now - self.started)
+        return again
+
+    def _foresee(self, rest: float, elapsed: float) -> None:
+        """Narrows the times of the end by the mean time of a unit, and by how much this varied from step to step."""
+        each = elapsed / self.done
+        variance = max(0.0, self._squares + _LONGEST * self._most - elapsed * each) / (self._steps - 1)
+        error = _WIDE * math.sqrt(variance * rest * (1 + rest / self.done))
+        middle = self._last + rest * each
+        low, high = max(middle - error, self._ends[0]), min(middle + error, self._ends[1])
+        self._ends = (low, high) if low <= high else (middle - error, middle + error)
+
+    @property
+    def left(self) -> str:
+        """The time left, from the least to the most; empty while it is not known."""
+        low, high = (math.ceil(end - time.monotonic()) if math.isfinite(end) else 0 for end in self._ends)
+        if high < 1:
+            return ""
+        least = f"{timedelta(seconds=low)} to " if low > 0 else "up to "
+        return f"{'' if low == high else least}{timedelta(seconds=high)} left"
+
+    def __str__(self) -> str:
+        """The progress, the mean speed, and the time left, or the time since the start while that is unknown."""
+        elapsed, of = time.monotonic() - self.started, "" if self.total is None else f"/{self.total:g}"
+        parts = [f"{math.floor(10 * self.done) / 10:g}{of}"] if self.done or of else []
+        if self.done and elapsed:
+            speed = self.done / elapsed
+            parts.append(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
+        return ", ".join([*parts, self.left or f"{timedelta(seconds=int(elapsed))} so far"])
+
+
 def _bars() -> Any:
-    """rich's bars, which disappear at the end; the time left is by the mean speed, since images finish in blocks."""
+    """rich's bars, which disappear at the end."""
     from rich import progress as of  # takes as long as all else
     from rich.console import Console
 
     columns = (of.SpinnerColumn(), of.TextColumn("{task.description}"), of.BarColumn(bar_width=10))
-    times = (of.TaskProgressColumn(), of.TimeElapsedColumn(), of.TimeRemainingColumn())
+    times = (of.TaskProgressColumn(), of.TimeElapsedColumn(), of.TextColumn("{task.fields[pace].left}"))
     console = Console(stderr=True, soft_wrap=True)  # lines above the bars are broken by the terminal alone
-    return of.Progress(*columns, *times, console=console, transient=True, speed_estimate_period=math.inf)
+    return of.Progress(*columns, *times, console=console, transient=True)
 
 
 @contextlib.contextmanager
@@ -131,14 +190,14 @@ def progress(what: str, total: float | None = None) -> Iterator[Update]:
         with _lines(what, total) as update:
             yield update
         return
+    pace = _Pace(what, total)
     with _bars() as bars:
-        task = bars.add_task(what, total=total)
+        task = bars.add_task(what, total=total, pace=pace)
 
         def update(done: float, total: float | None = None, what: str | None = None) -> None:
-            state = bars.tasks[0]
-            if state.completed and total != state.total:  # another count, with a speed of its own
-                bars.reset(task, total=total, description=what or state.description)
-            bars.update(task, completed=done, total=total, description=what or state.description)
+            if pace.update(done, total, what):
+                bars.reset(task)
+            bars.update(task, completed=done, total=total, description=pace.what)
 
         yield update
 
@@ -150,20 +209,16 @@ _next_line = [1e9, _FIRST_PAUSE]  # when the next is due, and the pause before i
 @contextlib.contextmanager
 def _lines(what: str, total: float | None) -> Iterator[Update]:
     """Prints a line of progress when one is due; a thread prints it, as the block may give no news for minutes."""
-    state: list[Any] = [what, 0.0, total, time.monotonic()]
-    ended = threading.Event()
+    pace, ended = _Pace(what, total), threading.Event()
 
     def update(done: float, total: float | None = None, what: str | None = None) -> None:
-        if state[1] and total != state[2]:
-            state[3] = time.monotonic()
-        state[:3] = what or state[0], done, total
+        pace.update(done, total, what)
 
     def watch() -> None:
         while not ended.wait(max(0.0, _next_line[0] - time.monotonic())):
-            name, done, total, started = state
             _next_line[1] = min(2 * _next_line[1], _LAST_PAUSE)
             _next_line[0] = time.monotonic() + _next_line[1]
-            say(f"{name}: {pace(done, total, time.monotonic() - started)}")
+            say(f"{pace.what}: {pace}")
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -172,19 +227,6 @@ def _lines(what: str, total: float | None) -> Iterator[Update]:
     finally:
         ended.set()
         thread.join()
-
-
-def pace(done: float, total: float | None, elapsed: float) -> str:
-    """The progress, the mean speed and the time left, or the time since the start while these are unknown."""
-    of = "" if total is None else f"/{total:g}"
-    parts = [f"{math.floor(10 * done) / 10:g}{of}"] if done or of else []
-    if done and elapsed:
-        speed = done / elapsed
-        parts.append(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
-        if total is not None:
-            parts.append(f"{timedelta(seconds=math.ceil(max(0.0, total - done) / speed))} left")
-            return ", ".join(parts)
-    return ", ".join([*parts, str(timedelta(seconds=int(elapsed)))])
 
 
 @contextlib.contextmanager

@@ -3,12 +3,15 @@
 import contextlib
 import copy
 import io
+import itertools
 import json
 import math
+import random
 import re
 import subprocess
 import sys
 import textwrap
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -688,15 +691,49 @@ def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):
 def test_lines_tell_the_progress_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.setattr(_print, "_FIRST_PAUSE", 0.01)
     _print.start()
-    with _print.progress("solving", 4) as update:
-        update(1, 4)
-        while "solving: 1/4" not in (said := capsys.readouterr().err):
+    with _print.progress("solving", 1000) as update:
+        for done in range(1, 21):
+            update(done, 1000)
+            time.sleep(0.01)
+        while "solving: 20/1000" not in (said := capsys.readouterr().err):
             pass
-        assert re.search(r"solving: 1/4, .*(/s|each), 0:\d\d:\d\d left", said)
+        assert re.search(r"solving: 20/1000, .*(/s|each), .*0:\d\d:\d\d left", said)
     monkeypatch.setattr(_print, "quiet", True)
     with _print.progress("silent") as update:
         update(1)
     assert capsys.readouterr().err == ""
+
+
+def _ends(monkeypatch, spent, total):
+    """The least and the most time left, in seconds, after each unit of work."""
+    now = 0.0
+    monkeypatch.setattr(_print.time, "monotonic", lambda: now)
+    pace = _print._Pace("solving", total)
+    found = []
+    for done, seconds in enumerate(spent, 1):
+        now += seconds
+        pace.update(done, total, None)
+        texts = re.findall(r"\d+:\d\d:\d\d", pace.left)
+        times = [60 * (60 * int(h) + int(m)) + int(s) for h, m, s in (text.split(":") for text in texts)]
+        found.append((now, *((0, *times) if "up to" in pace.left else (*times, *times))[:2]))
+    return found
+
+
+def test_the_time_left_is_an_interval_that_shrinks(monkeypatch):
+    even = _ends(monkeypatch, [2.0] * 60, 100)
+    assert [len(found) for found in even[:10]] == [1] * 9 + [3], "a few steps are no speed"
+    assert 60 < even[-1][1] <= 80 <= even[-1][2] < 100
+    inside, wider, all_of = 0, 0, 0
+    for seed in range(40):
+        generator = random.Random(seed)  # draws of an image: few for most, all for some
+        spent = [generator.choice([16.0, 16.0, 20.0, 24.0, 40.0, 100.0, 400.0, 1100.0]) for _ in range(100)]
+        found = [entry for entry in _ends(monkeypatch, spent, 100)[:-1] if len(entry) == 3]
+        inside += sum(now + least - 1 <= sum(spent) <= now + most for now, least, most in found)
+        ends = [now + most for now, _, most in found]
+        wider += sum(later > earlier + 1 for earlier, later in itertools.pairwise(ends))
+        all_of += len(found)
+    assert inside >= 0.85 * all_of
+    assert wider <= 0.01 * all_of
 
 
 def test_another_count_has_a_speed_of_its_own(monkeypatch):

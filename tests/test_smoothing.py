@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -25,11 +26,14 @@ from benchmarks.draws import simulated
 from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import buffers_hash, weights_hash
+from lipcert.inputs.data import open_images
 from lipcert.results import read_run
+from lipcert.results.progress import certify_in_memory
 from lipcert.smoothing import (
     Denoised,
     Smoothing,
     _noise,
+    choose_sigma,
     clopper_pearson,
     from_lattice,
     noise,
@@ -745,6 +749,10 @@ def test_draws_are_added_to_those_of_undecided_images(tmp_path: Path) -> None:
     more = {row["index"]: row["samples"] for row in after if row["index"] in before}
     assert all(more[index] >= before[index] for index in before)
     assert more != before
+    exact = [{**row, "seconds": 0} for row in sorted(after, key=lambda row: row["index"])]
+    whole = sorted(read_run(tmp_path / "whole.jsonl").rows, key=lambda row: row["index"])
+    undecided = [row for row in exact if row["index"] in before]
+    assert undecided == [{**row, "seconds": 0} for row in whole if row["index"] in before]
     assert read_run(tmp_path / "whole.jsonl").certified == read_run(tmp_path / "r.jsonl").certified
     assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
 
@@ -761,3 +769,40 @@ def test_a_time_budget_keeps_what_is_done(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "r.summary.json").read_text())["complete"] is True
     assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
     assert "takes a duration" in certified(tmp_path, *run, "--time-budget", "soon")[2]
+
+
+def test_a_time_budget_leaves_every_image_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images with a row have the row of a run without a budget; none begins whose draws might not end in time."""
+    model = lipcert.load(None)
+    smoothing = Smoothing(model, 0.25, sigma=0.25, samples=400, batch=32)
+    images = open_images(None, model, limit=40)
+    now = 0.0
+    for clock in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, clock, lambda: now)
+    drawn: list[int] = []
+    classes_of = smoothing._classes
+
+    def slow(requests: Any) -> Any:
+        nonlocal now
+        drawn.append(sum(len(draws) for _, _, draws in requests))
+        now += drawn[-1]
+        return classes_of(requests)
+
+    monkeypatch.setattr(smoothing, "_classes", slow)
+    some = certify_in_memory(smoothing, images, deadline=3000.0).rows
+    assert now <= 3000
+    assert 1 < len(some) < 40
+    assert now > 3000 - 500, "not even one more image was sure to end"
+    whole = certify_in_memory(smoothing, images).rows
+    assert [{**row, "seconds": 0} for row in some] == [{**row, "seconds": 0} for row in whole[: len(some)]]
+
+
+def test_sigma_auto_leaves_out_what_cannot_reach_eps() -> None:
+    images, labels = torch.rand(8, 1, 2, 2), torch.zeros(8, dtype=torch.int64)
+    model = wrapped(HalfSpace())
+    choice = choose_sigma(model, images, labels, 0.5, samples=60)
+    assert all(Smoothing(model, 0.5, sigma=sigma, samples=60).plan.reaches for sigma in choice.shares)
+    with pytest.raises(InputError, match="reach radii of"):
+        Smoothing(model, 0.5, sigma=0.43, samples=60)
+    with pytest.raises(InputError, match="take more samples"):
+        choose_sigma(model, images, labels, 0.5, samples=14)

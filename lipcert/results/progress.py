@@ -61,13 +61,16 @@ class Remaining:
         ahead: Sequence[ProcessPoolExecutor] = (),
     ):
         self.deadline, self.ahead = deadline, ahead
-        self.pace: float | None = None  # seconds for an image
+        self.pace: float | None = None  # seconds for an image; for smoothing, with all draws that it may take
         self.stopped = False
         self.workers = workers_for(certifier, workers)
         self.certifier = certifier
         self.images = images
         self.done = frozenset(done)
+        self.divisible = isinstance(certifier, Smoothing)  # whose rows do not depend on the batch
         mine = blocks_of(images.order, certifier.together)[part::parts]
+        if self.divisible:
+            mine = [[index for index in block if index not in self.done] for block in mine]
         self.blocks = [block for block in mine if not self.done.issuperset(block)]
         self.length = sum(index not in self.done for block in self.blocks for index in block)
 
@@ -76,19 +79,34 @@ class Remaining:
         found = certified(self.certifier, self._blocks(), self.workers, self.length, self.ahead)
         for batch, certificates, seconds in found:
             self.pace = seconds.wall / len(batch)
+            if isinstance(self.certifier, Smoothing):
+                self.pace = self.certifier.longest
             for row in rows(batch, certificates, seconds.cpu):
                 if row["index"] not in self.done:
                     yield row
 
     def _blocks(self) -> Iterator[Batch]:
-        # Only whole blocks remain, so these batches are exactly those blocks.
+        # These batches are exactly the blocks that remain.
         remaining = frozenset(index for block in self.blocks for index in block)
         for batch in self.images.batches([len(block) for block in self.blocks], only=remaining):
-            ahead = 0.0 if isinstance(self.certifier, Smoothing) else (self.pace or 0.0) * len(batch)
-            if self.pace is not None and time.monotonic() + ahead > self.deadline:
-                self.stopped = True
-                return
-            yield batch
+            while len(batch):
+                if not (count := self._fitting(len(batch))):
+                    self.stopped = True
+                    return
+                part, batch = batch.split(count)
+                yield part
+
+    def _fitting(self, count: int) -> int:
+        """How many of the next images of a block begin: those that end before the deadline, but the first ones anyway.
+
+        Smoothing assumes all draws for each: whether an image has a row then does not depend on how many it needs.
+        """
+        if self.deadline == math.inf:
+            return count
+        if self.pace is None:
+            return 1 if self.divisible else count
+        fitting = max(0, int((self.deadline - time.monotonic()) / self.pace))
+        return min(count, fitting) if self.divisible or fitting >= count else 0
 
 
 def certify_in_memory(
@@ -127,8 +145,8 @@ def certify_to_file(
 ) -> Tally:
     """Certifies the images that have no row yet, in this file or in a shard's file, and writes their rows.
 
-    Images whose draws have not decided the verdict get more draws, up to the maximum number. No block begins that would
-    end after the deadline, by the monotonic clock.
+    Images with fewer draws than ``samples`` and without a verdict are certified again. After the first ones, no image
+    begins that may end after the deadline, by the monotonic clock.
 
     Each part of a run writes its own file. A run in one part first absorbs the rows of shard files in the same folder.
     Processes of torchrun merge their rows at the end, in the order of the data set.
@@ -146,10 +164,6 @@ def certify_to_file(
         undecided: set[int] = set()
         if isinstance(certifier, Smoothing):
             undecided = {row["index"] for row in file.tally.rows if certifier.undecided(row)}
-            certifier.earlier = {
-                row["index"]: (row["predicted"], row["count"], row["samples"], row.get("selected", 0))
-                for row in file.tally.rows
-            }
         finished = processes.gather({*file.done, *(row["index"] for row in elsewhere)})
         done = frozenset().union(*finished) - undecided
         if started is not None:

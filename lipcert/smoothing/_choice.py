@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, settings_of
 from lipcert.smoothing._binomial import share_above
-from lipcert.smoothing._smoothing import Smoothing
+from lipcert.smoothing._smoothing import Smoothing, plan_of
 
 # The images that are looked at, and fewer than which a choice would be a guess; draws of each.
 CHOOSING, LEAST, DRAWS = 48, 8, 16
@@ -57,7 +58,8 @@ def choose_sigma(
     that does not depend on their draws, and a share of images is no estimate for others if σ was chosen for it.
 
     For each σ, the share is the mean over the images of the probability that the class has more than Φ(ε/σ) of all
-    draws, after 16 draws and with nothing known before. Starting from 0.86 ε, σ moves as long as the share grows.
+    draws, after 16 draws and with nothing known before. Starting from 0.86 ε, σ moves as long as the share grows; a σ
+    with which ``samples`` draws reach no radius of ε is left out.
 
     Args:
         model: the model.
@@ -86,17 +88,22 @@ def choose_sigma(
     images = model.check_images(images)
     shares: dict[float, float] = {}
 
+    candidates = [replace(request, sigma=float(f"{ratio * request.eps:.2g}")) for ratio in _RATIOS]
+
     def share(step: int) -> float:
-        sigma = float(f"{_RATIOS[step] * request.eps:.2g}")
+        sigma = cast(float, candidates[step].sigma)
         if sigma not in shares:
-            shares[sigma] = _share(Smoothing(model, replace(request, sigma=sigma)), images, labels, numbers)
+            shares[sigma] = _share(Smoothing(model, candidates[step]), images, labels, numbers)
             if progress is not None:
                 progress(f"sigma {sigma:g}: about {100 * shares[sigma]:.0f} % certified")
         return shares[sigma]
 
-    best = _FIRST
+    last = len(candidates) - 1
+    # All larger ones reach ε too. If none does, the certifier of the last one says what to change.
+    least = next((step for step, settings in enumerate(candidates) if plan_of(model, settings).reaches), last)
+    best = max(least, _FIRST)
     for way in (-1, 1):
-        while 0 <= best + way < len(_RATIOS) and time.monotonic() < deadline and share(best + way) > share(best):
+        while least <= best + way <= last and time.monotonic() < deadline and share(best + way) > share(best):
             best += way
     share(best)
     return SigmaChoice(max(shares, key=lambda sigma: shares[sigma]), shares, len(images), labels is not None)

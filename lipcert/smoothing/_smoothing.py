@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -28,7 +27,7 @@ from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, set
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._lattice import cells, from_lattice, to_lattice
 from lipcert.smoothing._noise import noise
-from lipcert.smoothing._votes import Plan, Votes
+from lipcert.smoothing._votes import SELECTION, Plan, Votes
 
 if TYPE_CHECKING:
     from lipcert.inputs.data import Batch
@@ -82,9 +81,8 @@ class Smoothing:
 
     # Attributes that certifiers of the network itself use; they are not used here.
     bound = None
-    # When to stop drawing, by the monotonic clock, and the class, count, samples and selection of images by index.
-    deadline = math.inf
-    earlier: Mapping[int, tuple[int, int, int, int]] = MappingProxyType({})
+    # Seconds that an image may take, with all draws, at the speed of the last ones.
+    longest: float | None = None
     watch: Callable[[str, float], None] | None = None
 
     @takes(CertifySettings)
@@ -110,9 +108,7 @@ class Smoothing:
                 "lipcert.smoothing.choose_sigma(model, other_images, other_labels, eps)"
             )
         self.settings, self.seed = eps, eps.seed
-        sigma, pixels = cast(float, eps.sigma), math.prod(model.input_size)
-        error = pixels * cells(sigma, model.device).error
-        self.plan = Plan(eps.eps, sigma, eps.samples, float(eps.alpha), eps.all_samples, eps.futility, error)
+        sigma, self.plan = cast(float, eps.sigma), plan_of(model, eps)
         self.skipped: dict[str, str] = {}
         check_weights(model)
         self.model = copy.deepcopy(model).requires_grad_(False).eval()
@@ -128,7 +124,7 @@ class Smoothing:
             self.model = self.model.to(getattr(torch, eps.dtype))
         self.dtype = str(self.model.dtype).removeprefix("torch.")
         kind = "cuda" if self.model.device.type == "cuda" else "cpu"
-        self.batch = batch or max(1, min(_DRAWS[kind], _PIXELS[kind] // pixels))
+        self.batch = batch or max(1, min(_DRAWS[kind], _PIXELS[kind] // math.prod(model.input_size)))
         if limit < math.inf:
             self.batch = max(1, min(self.batch, int(limit / _bytes_of_a_draw(self.model))))
         self.together = max(1, min(_MOST_IMAGES, self.batch // 16))
@@ -183,17 +179,19 @@ class Smoothing:
             check_labels(labels, len(images), self.classes)
         points, distances = to_lattice(images.to(self.model.device))
         votes = [
-            Votes(self.plan.at(distance), self.classes, claim, self.earlier.get(index) if claimed is None else None)
-            for index, distance, claim in zip(numbers, distances.tolist(), claimed or repeat(None), strict=False)
+            Votes(self.plan.at(distance), self.classes, claim)
+            for distance, claim in zip(distances.tolist(), claimed or repeat(None), strict=False)
         ]
-        drawn = 0
-        while pending := [i for i, vote in enumerate(votes) if vote.requested and not self._late(vote)]:
+        drawn, before = 0, time.perf_counter()
+        while pending := [i for i, vote in enumerate(votes) if vote.requested]:
             if self.watch is not None:
                 self.watch(f"{SMOOTHING}, {drawn:,} draws", float(len(votes) - len(pending)))
             drawn += sum(len(votes[i].requested) for i in pending)
             requests = [(points[i], numbers[i], votes[i].requested) for i in pending]
             for i, classes in zip(pending, self._classes(requests), strict=True):
                 votes[i].take(classes)
+        if drawn:
+            self.longest = (time.perf_counter() - before) / drawn * (SELECTION + self.plan.samples)
         radii = torch.tensor([v.plan.radius(v.count, v.samples) for v in votes], dtype=torch.float64)
         return SmoothedCertificates(
             predicted=torch.tensor([v.chosen for v in votes], dtype=torch.int64),
@@ -213,10 +211,6 @@ class Smoothing:
             selected=torch.tensor([v.selected for v in votes], dtype=torch.int64),
             distance=distances.cpu(),
         )
-
-    def _late(self, vote: Votes) -> bool:
-        """Whether drawing stops here; a fixed number of draws is of no use before its end."""
-        return time.monotonic() > self.deadline and vote.chosen >= 0 and not self.plan.all_samples
 
     def undecided(self, row: Mapping[str, Any]) -> bool:
         """Whether more draws may decide the verdict of an image, given its row."""
@@ -291,6 +285,14 @@ def _packed(ranges: Sequence[range], size: int) -> Iterator[list[tuple[int, rang
         yield pack
 
 
+def plan_of(model: Model, settings: CertifySettings) -> Plan:
+    """The sampling plan for images of the model, with the settings' σ."""
+    sigma = cast(float, settings.sigma)
+    error = math.prod(model.input_size) * cells(sigma, model.device).error
+    alpha, whole = float(settings.alpha), settings.all_samples
+    return Plan(settings.eps, sigma, settings.samples, alpha, whole, settings.futility, error)
+
+
 def _check_reach(plan: Plan) -> None:
     """Refuses a plan that cannot certify anything, even if all draws agree."""
     best = plan.radius(plan.samples, plan.samples)
@@ -298,7 +300,7 @@ def _check_reach(plan: Plan) -> None:
         raise InputError(
             f"{plan.samples} samples are too few for any radius at alpha {plan.alpha:g}, even if all agreed; take more"
         )
-    if not best > plan.eps and not plan.all_samples:
+    if not (plan.reaches or plan.all_samples):
         raise InputError(
             f"{plan.samples} samples at alpha {plan.alpha:g} and sigma {plan.sigma:g} reach radii of {best:.3g} at "
             f"most, and eps is {plan.eps:.3g}; take more samples or a larger sigma"

@@ -57,6 +57,11 @@ class Plan:
         """The plan for an image that is so far from the lattice."""
         return replace(self, distance=distance) if distance else self
 
+    @property
+    def reaches(self) -> bool:
+        """Whether an image is certified at ε if all draws agree."""
+        return self.radius(self.samples, self.samples) > self.eps
+
     def radius(self, count: int, samples: int) -> float:
         """The radius of a class with ``count`` of ``samples`` draws; with ``all_samples``, 0 for an incomplete number.
 
@@ -106,23 +111,14 @@ class Votes:
         plan: Plan,
         classes: int,
         claimed: tuple[int, int] | None = None,
-        earlier: tuple[int, int, int, int] | None = None,
     ):
-        """Starts without draws; ``claimed`` fixes the class and the number of samples to count again.
-
-        With ``earlier`` it goes on after draws whose class, count, samples and selection are known. The confidence
-        sequence holds at all numbers of draws at once, so it holds also where drawing stops and goes on again.
-        """
+        """Starts without draws; ``claimed`` fixes the class and the number of samples to count again."""
         self.plan = plan
         self.chosen = self.predicted = -1
         self.count = self.samples = self.selected = 0
         self._won = np.zeros(classes, dtype=np.int64)
         self.requested = range(SELECTION if plan.all_samples else min(_STEP, SELECTION))
         self._claimed = claimed
-        if earlier is not None and not plan.all_samples:
-            self.chosen, self.count, self.samples, self.selected = earlier
-            self.predicted = self.chosen
-            self._look()
 
     def take(self, classes: NDArray[np.int64]) -> None:
         """Counts the requested draws, given the class of each; -1 means no class."""
@@ -150,16 +146,8 @@ class Votes:
     def _count(self, classes: NDArray[np.int64]) -> None:
         self.samples += len(self.requested)
         self.count += int((classes == self.predicted).sum())
-        if self._claimed is None and not self.plan.all_samples:
-            self._look()
-        else:
-            self._want(0)
-
-    def _look(self) -> None:
-        """Requests the samples until the next look, if any."""
-        first = _STEP - self.samples
-        ended = first <= 0 and self.plan.ends(self.count, self.samples)
-        self._want(0 if ended else max(first, 1, self.samples // _TENTH))
+        fixed = self._claimed is not None or self.plan.all_samples
+        self._want(0 if fixed or self.plan.ends(self.count, self.samples) else max(1, self.samples // _TENTH))
 
     def _want(self, more: int) -> None:
         """Requests ``more`` samples, up to the maximum; they are numbered after the draws for the selection."""
