@@ -86,7 +86,7 @@ def certify(
             f"written {largest:g}/255"
         )
     if fail_under is not None and not 0 <= fail_under <= 1:
-        raise InputError(f"--fail-under must be between 0 and 1, got {fail_under}")
+        raise InputError(f"--fail-under must be a fraction from 0 to 1, such as 0.3, got {fail_under:g}")
     if no_out and out is not None:
         raise InputError("--out and --no-out contradict each other; give one of them")
     part = None if shard is None else parse_shard(shard)

@@ -323,6 +323,11 @@ def test_results_of_another_run_are_left_alone(artifact):
     assert sorted(row["index"] for row in read_rows("r.jsonl")) == list(range(7))
 
 
+def test_percentages_are_fractions(folder):
+    assert "must be a fraction from 0 to 1, such as 0.3, got 30" in refused("certify", "--eps", 1, "--fail-under", 30)
+    assert "must be a fraction above 0 and below 1, not a percentage, got 2.0" in refused("constrain", "--error", 2)
+
+
 def test_fail_under(folder, monkeypatch):
     """A network that says class 0 whatever it sees: right on 3 of 7 images, with any radius."""
     model = load("vit_tiny_patch16_224", pretrained=False, **TINY)
@@ -337,7 +342,7 @@ def test_fail_under(folder, monkeypatch):
     run(*command, "0.42")
     assert all(row["certified"] and row["radius"] == sys.float_info.max for row in read_rows("r.jsonl"))
     for share in ("30", "-0.1", "nan"):
-        assert "between 0 and 1" in refused(*command, share)
+        assert "must be a fraction from 0 to 1" in refused(*command, share)
 
 
 @pytest.mark.parametrize("ways", [[], ["--attention", "keep"], ["--norm", "project"]])

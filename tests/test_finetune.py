@@ -853,7 +853,7 @@ IMAGES, LABELS = torch.rand(2, 3, 8, 8), torch.tensor([0, 1])
         ({"ramp": (0.1, 2, 1.5)}, (IMAGES, LABELS), "ramp is three numbers"),
         ({"weight": -1.0}, (IMAGES, LABELS), "weight must be"),
         ({"warm": 3}, (IMAGES, LABELS), "unexpected keyword argument 'warm'; "),
-        ({"ema": 1.0}, (IMAGES, LABELS), "ema must be above 0"),
+        ({"ema": 1.0}, (IMAGES, LABELS), "ema must be a fraction above 0"),
         ({}, (IMAGES * 2 + 1, LABELS), r"images must lie in \[0, 1\]"),
         ({}, (IMAGES * math.nan, LABELS), "no NaN"),
         ({}, (IMAGES[:, :1], LABELS), "shape"),

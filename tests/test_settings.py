@@ -69,6 +69,8 @@ WRONG = [
     {"dtype": "int8"},
     {"rigor": "estimate"},
     {"delta": 0},
+    {"sigma": 0.25, "method": "gloro"},
+    {"delta": 0.95},
     {"delta": 1.0},
     {"delta": "1e-9"},
     {"at": "blocks.0", "dtype": "float32"},

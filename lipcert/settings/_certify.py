@@ -17,7 +17,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from lipcert.errors import InputError
-from lipcert.settings._fields import COUNT, INSIDE, POSITIVE, Range, check, documented, option
+from lipcert.settings._fields import COUNT, FAILURE, POSITIVE, Range, check, documented, option
 from lipcert.settings._methods import LINEARISED, NAMES, SMOOTHING, STAGED, MethodName
 
 if TYPE_CHECKING:
@@ -98,14 +98,14 @@ class CertifySettings:
         "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.", None
     )
     samples: int = _noise("Maximum number of noise draws per image.", 1_000, range=COUNT)
-    alpha: float = _noise("Failure probability per image.", 1e-3, range=INSIDE)
+    alpha: float = _noise("Failure probability per image.", 1e-3, range=FAILURE)
     all_samples: bool = _noise("No early stopping: use all draws, for larger radii.", False)
     seed: int = _noise("Seed of the noise.", 0, range=SEED)
     time: float = option(
         "Staged: skip methods with an estimated CPU time per image above this many seconds.", 100.0, range=POSITIVE
     )
     futility: float = field(default=0.05, metadata={"range": Range("from 0 to below 1", 0, 1, True), "group": _NOISE})
-    delta: float = field(default=1e-9, metadata={"range": INSIDE})
+    delta: float = field(default=1e-9, metadata={"range": FAILURE})
     further_eps: Sequence[float | str] = ()
     attack: str | Attack | None = None
     eps_typed: str = field(init=False, default="")

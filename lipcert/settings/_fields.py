@@ -38,7 +38,8 @@ class Range(NamedTuple):
 
 
 POSITIVE = Range("a positive number", 0, LARGEST)
-INSIDE = Range("above 0 and below 1", 0, 1)
+INSIDE = Range("a fraction above 0 and below 1, not a percentage", 0, 1)
+FAILURE = Range("a failure probability below 0.5, such as 0.001, not a confidence", 0, 0.5)
 SHARE = Range("a fraction of the run, from 0 to below 1", 0, 1, True)
 WEIGHT = Range(f"a number from 0 to {LARGEST:g}", 0, LARGEST, True)
 COUNT = Range("at least 1", 1, 2**40, True, whole=True)
