@@ -1,7 +1,10 @@
 """Ways to a false certificate, by mechanism: each network is refused, or its radii hold against its own code."""
 
 import contextlib
+import functools
 import math
+import os
+import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -907,6 +910,28 @@ def test_a_weight_of_another_class_than_torchs_is_refused():
         lipcert.lipschitz(model)
 
 
+class Louder30(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias=None):
+        return 30 * (x @ weight.mT)
+
+
+def from_file(path):
+    """A linear layer that multiplies by 30, as if defined in a file."""
+    names = {}
+    exec(compile("def linear(x, weight, bias=None): return 30 * (x @ weight.mT)", path, "exec"), names)
+    return names["linear"]
+
+
+# What is called like a function: torchao and lipcert_x are other packages than torch and lipcert.
+LINEAR = from_file("x.py")
+CALLED = (
+    functools.partial(LINEAR), functools.lru_cache(LINEAR), types.MethodType(lambda _self, *x: LINEAR(*x), 1),
+    Louder30.apply, *(from_file(one.__file__.replace(f"{os.sep}__init__", f"{end}{os.sep}ops"))
+                      for one, end in ((torch, "ao"), (lipcert, "_x"))),
+)  # fmt: skip
+
+
 def test_functions_of_torch_that_were_replaced_are_refused(monkeypatch):
     model = lipcert.load(Attending().eval(), mean=(0.0,) * 4, std=(1.0,) * 4, input_size=(4, 2, 2))
     own = F.linear
@@ -915,11 +940,17 @@ def test_functions_of_torch_that_were_replaced_are_refused(monkeypatch):
             patch.setattr(place, name, lambda *given: 30 * own(*given))
             with pytest.raises(LipcertError, match=rf"{name} is replaced by a function of .*{__name__}\.py"):
                 lipcert.lipschitz(model)
-    kernels = torch.library.Library("aten", "IMPL")
-    kernels.impl("special_i1", lambda x: 30 * x, "CPU")  # hardly anything else uses it
-    with pytest.raises(LipcertError, match="aten/special_i1/CPU is replaced by a kernel"):
-        lipcert.lipschitz(model)
-    kernels._destroy()
+    for one in CALLED:
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "linear", one)
+            with pytest.raises(LipcertError, match="linear is replaced by a function of "):
+                lipcert.lipschitz(model)
+    for key in ("CPU", "AutogradCPU", "CompositeExplicitAutograd"):
+        kernels = torch.library.Library("aten", "IMPL")
+        kernels.impl("special_i1", lambda x: 30 * x, key)  # hardly anything else uses it
+        with pytest.raises(LipcertError, match=f"aten/special_i1/{key} is replaced by a kernel"):
+            lipcert.lipschitz(model)
+        kernels._destroy()
     with LouderLinear(), pytest.raises(LipcertError, match="LouderLinear changes what torch's functions compute"):
         lipcert.lipschitz(model)
     assert math.isfinite(lipcert.lipschitz(model).log10)

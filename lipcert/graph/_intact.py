@@ -7,10 +7,11 @@ object, by a hook, or in torch itself.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
-from types import FunctionType, ModuleType
+from functools import _lru_cache_wrapper
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,9 +23,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lipcert.errors import InputError
 
-_TORCH, _OURS = (str(Path(str(file)).parent) for file in (torch.__file__, sys.modules["lipcert"].__file__))
+# With a separator at the end: torchao is another package than torch.
+_TORCH, _OURS = (os.path.join(os.path.dirname(str(one.__file__)), "") for one in (torch, sys.modules["lipcert"]))
 _NAMESPACES: tuple[ModuleType | type, ...] = (torch, Tensor, F, torch.linalg, torch.special)
 _PLAIN = (Tensor, nn.Parameter)
+# Keys under which a CPU looks for a kernel, before and after those of its own.
+_KEYS = {"CPU", "Autograd", "AutogradCPU", "ADInplaceOrView", "BackendSelect"}
+_KEYS |= {"CompositeImplicitAutograd", "CompositeExplicitAutograd"}
+# Packages whose classes make the functions of torch that are not Python's; of these classes, what runs any function.
+_CALLED, _ANY = {"builtins", "torch", "typing"}, (MethodType, torch.jit.ScriptFunction)
 
 
 def alterations(module: nn.Module, registered: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str]]:
@@ -65,13 +72,16 @@ def check_torch() -> None:
         for name, value in vars(space).items():
             function = _function(value)
             own = name.startswith("_") and not name.startswith("__")  # such as what torch imports for itself
-            if function is not None and not own and not function.__code__.co_filename.startswith((_TORCH, _OURS)):
+            if own or (function is None and not _calls_python(value)):
+                continue
+            source = "" if function is None else function.__code__.co_filename
+            if not source.startswith((_TORCH, _OURS)):
                 raise InputError(
-                    f"{space.__name__}.{name} is replaced by a function of {function.__code__.co_filename}, so bounds "
-                    "that torch computes are not known to hold; undo that, or leave out what does it"
+                    f"{space.__name__}.{name} is replaced by a function of {source or repr(value)}, so bounds that "
+                    "torch computes are not known to hold; undo that, or leave out what does it"
                 )
     for name in getattr(torch.library, "_impls", ()):  # torch itself registers some for other devices and transforms
-        if name.startswith("aten/") and name.endswith("/CPU"):
+        if name.startswith("aten/") and name.rpartition("/")[2] in _KEYS:
             raise InputError(f"{name} is replaced by a kernel in Python, so no bound is known to hold; undo that")
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("lipcert."):
@@ -111,9 +121,17 @@ def _function(value: Any) -> FunctionType | None:
     """The Python function that a class attribute runs, if any."""
     value = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
     value = value.fget if isinstance(value, property) else value
+    value = value.__wrapped__ if isinstance(value, _lru_cache_wrapper) else value
     if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(_OURS):
         value = getattr(value, "__wrapped__", value)  # a capture wraps the call of modules
     return value if isinstance(value, FunctionType) else None
+
+
+def _calls_python(value: Any) -> bool:
+    """Whether calling a value may run any code: a partial, a bound method, the ``apply`` of an autograd Function."""
+    known = type(value).__module__.partition(".")[0] in _CALLED and not isinstance(value, _ANY)
+    bound = isinstance(getattr(value, "__self__", None), type)
+    return callable(value) and not isinstance(value, type) and (bound or not known)
 
 
 def _is_code(value: Any) -> bool:
