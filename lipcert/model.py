@@ -49,10 +49,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _LOADERS: list[Callable[..., Model]] = []
 
 
+def network_of(model: object) -> object:
+    """The network of a smoothed classifier; any other module itself, without a ``torch.compile`` wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    network, sigma = getattr(model, "network", None), getattr(model, "sigma", None)
+    return network if isinstance(network, Model) and sigma is not None and network.sigma == sigma else model
+
+
 def checked(model: object, **pixels: Any) -> Model:
     """The given model, without a ``torch.compile`` wrapper; a module of timm, or one with ``pixels``, is wrapped."""
-    model = getattr(model, "_orig_mod", model)
-    model = getattr(model, "network", model) if hasattr(model, "sigma") else model  # of a smoothed classifier
+    model = network_of(model)
     if isinstance(model, Model) and not pixels:
         return model
     if not isinstance(model, nn.Module):

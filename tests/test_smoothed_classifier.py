@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -95,7 +96,37 @@ def test_it_follows_the_weights_of_its_model() -> None:
     with torch.no_grad():
         model.net.weight.mul_(-1)
     assert torch.equal(smoothed(of_shares(0.97)), before.flip(1))
+    model.net.weight.data.mul_(-1)  # which torch does not count as a change
+    assert torch.equal(smoothed(of_shares(0.97)), before)
     assert model.sigma is None
+    assert lipcert.lipschitz(smoothed).value == lipcert.lipschitz(model).value
+
+
+class Tenfold(nn.Module):
+    """A module of a user's, with the names of a smoothed classifier."""
+
+    sigma = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Threshold()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(10 * x - 4.5)
+
+
+def test_a_module_with_the_names_of_a_smoothed_classifier_is_none() -> None:
+    image = of_shares(0.97)
+    options: dict[str, Any] = {"mean": (0.0,), "std": (1.0,), "input_size": (1, 1, 2)}
+    found: Any = lipcert.certify(Tenfold().eval(), image, eps=0.01, method="gloro", **options)
+    assert found.radius.item() <= image[0, 0, 0, 0] - 0.5
+
+
+def test_a_denoiser_is_given_again_to_a_file_that_holds_the_noise(tmp_path: Path) -> None:
+    lipcert.save(lipcert.SmoothedClassifier(small(), 0.3), tmp_path / "smoothed.safetensors")
+    Image.new("RGB", (16, 16)).save(tmp_path / "black.png")
+    words = (str(tmp_path / "smoothed.safetensors"), str(tmp_path / "black.png"), "--denoiser", "dct")
+    assert command("predict", *words)[0] == 0
 
 
 @pytest.mark.parametrize("denoiser", [None, "natural"])
@@ -120,7 +151,16 @@ def test_settings_that_cannot_be_used() -> None:
     for sigma in (0.0, -1.0, 9.0, float("nan")):
         with pytest.raises(InputError, match="sigma"):
             lipcert.SmoothedClassifier(threshold(), sigma)
+    for wrong in (None, "auto"):
+        with pytest.raises(InputError, match="sigma"):
+            lipcert.SmoothedClassifier(threshold(), wrong)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="seed must be"):
+        lipcert.SmoothedClassifier(threshold(), SIGMA, seed=-1)
     smoothed = lipcert.SmoothedClassifier(threshold(), SIGMA)
+    with pytest.raises(InputError, match="samples must be at least 1"):
+        smoothed(of_shares(0.9), samples=0)
+    with pytest.raises(InputError, match="sigma is 0.25 here"):
+        smoothed.certify(of_shares(0.9), sigma=0.3)
     with pytest.raises(InputError, match="10 draws are too few to predict"):
         smoothed.predict(of_shares(0.9), samples=10)
     with pytest.raises(InputError, match="images must have shape"):

@@ -33,7 +33,7 @@ from lipcert.graph import (
     same_logits,
     without_fused_kernels,
 )
-from lipcert.model import Model, alone, unusable
+from lipcert.model import Model, alone, network_of, unusable
 from lipcert.numerics import INFINITE, Bound, LayerBound, RealArithmetic, Upper, is_out_of_memory, leaves
 
 Progress = Callable[[int, int, str], None]
@@ -129,8 +129,8 @@ class Analysis:
 
 def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Analysis:
     """Captures the network and computes a :class:`Value` for each of its operations."""
-    if isinstance(model, Model):
-        input_size = model.input_size
+    if isinstance(network := network_of(model), Model):
+        model, input_size = network, network.input_size
     if input_size is None:
         raise InputError("input_size=(C, H, W) is needed for a module that is not a lipcert.Model; give it")
     check_weights(model)

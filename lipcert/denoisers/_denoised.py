@@ -62,6 +62,7 @@ class Denoised(Model):
             recipe=[*model.recipe, {"step": "denoise", "denoiser": name or type(denoiser).__name__}],
         )
         self.to(model.device)
+        self.sigma = model.sigma
         self.denoiser = evaluated(denoiser.to(model.device, model.dtype))
         if isinstance(denoiser, Told):  # it has checked the size
             return

@@ -29,7 +29,9 @@ class SmoothedClassifier(nn.Module):
 
     g cannot be computed, only sampled: :meth:`predict` returns g(x), abstains, or errs with probability at most α, and
     :meth:`certify` also bounds how far g is the same. ``forward`` returns shares of votes, without a guarantee. Images
-    and noise lie on the lattice of :mod:`lipcert.smoothing._lattice`, so both are about the same g.
+    and noise lie on the lattice of :mod:`lipcert.smoothing._lattice`, so both are about the same g. An image off the
+    lattice, as an attack makes it, is rounded first, which moves it by less than 8e-6 √d for d pixels: :meth:`certify`
+    subtracts that from its radius, while :meth:`predict` answers for the rounded image.
 
     Calls draw fresh noise unless ``seed`` is given. A seed that whoever chooses the images knows voids the guarantee.
 
@@ -59,12 +61,13 @@ class SmoothedClassifier(nn.Module):
         seed: int | None = None,
     ):
         super().__init__()
-        settings_of(CertifySettings, _ANY, SMOOTHING, sigma=sigma)  # checks σ
+        asked = settings_of(CertifySettings, _ANY, SMOOTHING, sigma=sigma, seed=seed or 0)
+        if not isinstance(asked.sigma, float):
+            raise InputError(f"sigma must be a number above 0, got {sigma}; lipcert.smoothing.choose_sigma chooses one")
         network = checked(model)
         self.network = copy.copy(network) if denoiser is None else Denoised(network, denoiser)
-        self.network.sigma = self.sigma = float(sigma)
+        self.network.sigma = self.sigma = asked.sigma
         self.seed = seed
-        self._made: tuple[Any, Smoothing] | None = None
 
     def extra_repr(self) -> str:
         """σ."""
@@ -80,7 +83,11 @@ class SmoothedClassifier(nn.Module):
 
         Returns:
             float64, shape (N, classes). A draw whose logits hold NaN counts for no class.
+
+        Raises:
+            InputError: images or samples are not valid.
         """
+        settings_of(CertifySettings, _ANY, SMOOTHING, sigma=self.sigma, samples=samples)
         return self._votes(images, samples)[0].double() / samples
 
     @torch.no_grad()
@@ -88,8 +95,9 @@ class SmoothedClassifier(nn.Module):
         """The class of each image, or −1 where the smoothed classifier abstains.
 
         It abstains unless a two-sided binomial test at level α rejects that the two most frequent classes of the draws
-        are equally probable. A class that is not g(x) is returned with probability at most α (Cohen et al., proposition
-        2, after Hung and Fithian 2019); by that of the lattice's table, d (c + 2) 2⁻⁶² a draw, the level is smaller.
+        are equally probable. A class that is not g(x), for x rounded to the lattice, is returned with probability at
+        most α (Cohen et al., proposition 2, after Hung and Fithian 2019); by that of the lattice's table, d (c + 2)
+        2⁻⁶² a draw, the level is smaller.
 
         Args:
             images: pixels in [0, 1], shape (N, C, H, W).
@@ -126,6 +134,8 @@ class SmoothedClassifier(nn.Module):
         Raises:
             InputError: images, labels or settings are not valid.
         """
+        if "sigma" in settings:
+            raise InputError(f"sigma is {self.sigma:g} here; make a SmoothedClassifier for another one")
         if eps is None:
             settings = {"all_samples": True, **settings}
         seed = {"seed": self._fresh(), **settings}
@@ -137,12 +147,8 @@ class SmoothedClassifier(nn.Module):
 
     def _votes(self, images: Tensor, samples: int) -> tuple[Tensor, float]:
         """Draws by class, int64, shape (N, classes); and the error of the distribution of a draw."""
-        weights = [*self.network.parameters(), *self.network.buffers()]
-        state = [(one.data_ptr(), one._version, one.dtype, one.device) for one in weights]
-        if self._made is None or self._made[0] != state:
-            asked = settings_of(CertifySettings, _ANY, SMOOTHING, sigma=self.sigma, all_samples=True)
-            self._made = state, Smoothing(self.network, asked)
-        smoothing = self._made[1]
+        asked = settings_of(CertifySettings, _ANY, SMOOTHING, sigma=self.sigma, all_samples=True)
+        smoothing = Smoothing(self.network, asked)
         self.network.check_images(images)
         smoothing.seed = self._fresh()
         drawn = smoothing.classes_of(images, range(len(images)), range(samples))
