@@ -26,7 +26,7 @@ from lipcert.inputs.sources import Source
 from lipcert.inputs.timm_networks import is_configured
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
-from lipcert.report import facts, other_order, record, seconds
+from lipcert.report import OVERVIEW, facts, other_order, overview, record, seconds
 from lipcert.results import (
     Run,
     certifier_for,
@@ -115,11 +115,6 @@ class _Outcome:
     run: Run
     path: Path | None
     status: Status
-
-    @property
-    def certified(self) -> float:
-        """The fraction of images that are certified at ε, and predicted correctly if labels are known."""
-        return self.run.certified_at(self.run.eps) / max(len(self.run), 1)
 
 
 def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list[dict[str, str]]]:
@@ -464,26 +459,11 @@ def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
 
 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
-    """Prints one line per model, with the largest certified fraction first."""
-    attacked = any(outcome.run.attacked for outcome in outcomes)
-    settings = plan.settings[0]
-    clean, targets = "under noise" if settings.noise else "clean", settings.every_eps
-    columns = ["model", "images", clean, *(["attacked"] if attacked else [])]
-    columns += [column for _, typed in targets for column in (f"certified at {typed}", "95 % CI")]
-    columns += ["median radius", "Lipschitz bound", "seconds"]
-    rows = []
-    for outcome in sorted(outcomes, key=lambda outcome: -outcome.certified):
-        run = outcome.run
-        row = [outcome.name, str(len(run)), percent(run.accuracy)]
-        row += [percent(run.accuracy_under_attack)] if attacked else []
-        for eps, _ in targets:
-            row += [percent(run.certified_at(eps) / len(run)), run.interval(run.certified_at(eps))]
-        row.append("-" if run.stopped or run.median_radius is None else shown(run.median_radius))
-        row.append("-" if outcome.status.log10 is None else upper(outcome.status.log10))
-        rows.append([*row, seconds(run).partition(" (")[0]])
-    print_table(columns, rows, optional=("seconds", "Lipschitz bound", "95 % CI"))
-    if settings.noise:
-        say(f"valid for smoothed classifiers, each radius except with probability ≤ {settings.alpha:g} per image")
+    """Prints the table of ``lipcert report``, by models instead of files."""
+    columns, rows = overview([outcome.run for outcome in outcomes], plan.settings[0].every_eps, costs=True)
+    rows = [[row[-1], *row[1:-1]] for row in rows]
+    print_table(["model", *columns[1:-1]], rows, optional=("seconds", "Lipschitz bound", "δ", "95 % CI"))
+    say(OVERVIEW)
     for what, text in _next(plan, outcomes).facts:
         say(f"{what}: {text}")
 

@@ -60,7 +60,7 @@ def report(
     else:
         columns, rows = overview(runs, at, in_linf=linf)
         names = [row[:-1] for row in rows]  # the page shows the name of the model
-        print_table(columns[:-1], names, optional=("δ", "images", "95 %"))
+        print_table(columns[:-1], names, optional=("δ", "images", "95 % CI"))
         say(OVERVIEW)
     print_facts([("written", str(path)) for path in written])
     if card:

@@ -642,7 +642,9 @@ def test_many_models(artifact):
     names = ["model.safetensors", "second.lipcert.safetensors"]
     result = run("certify", *names, "--data", "images", "--eps", "0.1", "--out", "results", *GLORO)
     table = [line.split("\t") for line in result.stdout.splitlines()]
-    assert table[0][:4] == ["model", "images", "clean", "certified at 0.1"]
+    assert table[0][:5] == ["model", "certified", "95 % CI", "ε", "clean"]
+    assert table[0][-2:] == ["Lipschitz bound", "seconds"]
+    assert all(re.fullmatch(r"10\^\S+, deterministic", row[-2]) and float(row[-1]) > 0 for row in table[1:])
     assert sorted(row[0].partition(",")[0] for row in table[1:]) == names  # of random weights, as it says
     assert sorted(path.name for path in Path("results").iterdir()) == [
         "model.jsonl", "model.summary.json", "second.jsonl", "second.summary.json",

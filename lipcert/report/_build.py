@@ -75,22 +75,31 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     return notes
 
 
-def overview(runs: Sequence[Run], eps: Eps, *, in_linf: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first."""
+def overview(
+    runs: Sequence[Run], eps: Eps, *, in_linf: bool = False, costs: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Column names, and a row for each ε and run; for each ε the runs are sorted by certified share, largest first.
+
+    With ``costs`` there are columns for global Lipschitz bounds and times too.
+    """
     attacked, labelled = any(run.attacked for run in runs), any(run.labelled for run in runs)
     smoothed, medians = any(run.smoothed for run in runs), any(_median(run) for run in runs)
+    clean = "under noise" if all(run.smoothed for run in runs) else "correct" if smoothed else "clean"
+    bounds = costs and any(run.summary.get("bound") for run in runs)
     cells: list[tuple[bool, str, Callable[[Run, float, str], str]]] = [
         (True, "results", lambda run, value, typed: run.name),
         (True, "certified", lambda run, value, typed: _percent(run.certified_at(value), run)),
         (True, "95 % CI", lambda run, value, typed: run.interval(run.certified_at(value))),
         (True, "ε", lambda run, value, typed: typed),
         (in_linf, "ℓ∞, weak", lambda run, value, typed: shown(linf(run, value) or 0.0)),
-        (labelled, "correct" if smoothed else "clean", lambda run, *_: _percent(run.correct, run, run.labelled)),
+        (labelled, clean, lambda run, *_: _percent(run.correct, run, run.labelled)),
         (attacked, "attacked", lambda run, value, typed: _percent(run.surviving_at(value), run, run.attacked)),
         (medians, "radius", lambda run, value, typed: _median(run) or "–"),
         (True, "δ", lambda run, value, typed: f"{run.delta:g}"),
         (True, "images", lambda run, value, typed: str(len(run))),
         (smoothed, "valid for", lambda run, value, typed: run.holds_for),
+        (bounds, "Lipschitz bound", lambda run, *_: _global(run.summary.get("bound"))),
+        (costs, "seconds", lambda run, *_: seconds(run).partition(" (")[0]),
         (True, "model", lambda run, value, typed: run.named),
     ]
     columns = {name: cell for asked, name, cell in cells if asked}
@@ -380,7 +389,9 @@ def _listed(value: Any) -> str:
     return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _global(bound: Mapping[str, Any]) -> str:
+def _global(bound: Mapping[str, Any] | None) -> str:
+    if not bound:
+        return "–"
     log10 = bound.get("log10")
     return "infinite" if log10 is None else f"10^{log10 + 0.005:.2f}, {bound.get('rigor')}"
 
