@@ -12,7 +12,7 @@ from lipcert.settings import version
 
 from . import _print
 from ._commands import SETTINGS, Commands
-from ._errors import one_line_errors
+from ._errors import again_if_lost, one_line_errors
 from ._streams import open_streams
 
 app = typer.Typer(name="lipcert", cls=Commands, no_args_is_help=True, **SETTINGS)
@@ -57,6 +57,7 @@ def main() -> None:
     """Entry point of the installed command."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the core to other processes
     open_streams()
+    sys.unraisablehook = again_if_lost
     try:
         app(prog_name="lipcert")
     except SystemExit as end:

@@ -1,8 +1,11 @@
 """Error messages and exit codes of the commands."""
 
+import _thread
 import functools
+import sys
+import threading
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import typer
 
@@ -12,6 +15,14 @@ from ._print import complain
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def again_if_lost(lost: Any) -> None:
+    """In place of ``sys.unraisablehook``: interrupts again where Python drops exceptions, as in weakref callbacks."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, _thread.interrupt_main).start()  # here it would be dropped, too
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:

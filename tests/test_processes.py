@@ -242,3 +242,67 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
         time.sleep(0.1)
     os.kill(worker, signal.SIGKILL)
     pytest.fail("the worker lives on")
+
+
+def test_an_interruption_in_a_callback_is_not_lost():
+    """Python drops exceptions in callbacks of weak references, of which tracing a network has thousands."""
+    script = """
+        import signal, sys, time, weakref
+        from lipcert.cli import _models, main
+
+        def models():
+            one = set()
+            callback = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGINT))
+            del one
+            for _ in range(600):
+                time.sleep(0.1)
+
+        _models.models = models
+        sys.argv = ["lipcert", "models"]
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "lipcert: interrupted\n")
+
+
+@pytest.mark.slow
+def test_finetune_is_interrupted_at_any_moment_and_goes_on(tmp_path, monkeypatch):
+    """Fifty times, within two epochs of the one in which the signal comes."""
+    monkeypatch.chdir(tmp_path)
+    for i, label in enumerate(12 * "ab"):
+        Path("images", label).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (10 * i,) * 3).save(Path("images", label, f"{i}.png"))
+    lipcert.save(vit(), "small.safetensors")
+    script = """
+        import os, random, signal, sys, time
+        from lipcert.cli import _finetuning, main
+
+        sys.argv = ["lipcert", "finetune", "small.safetensors", "--data", "images", "--epochs", "100000"]
+        sys.argv += ["--loss", "emma", "--lr", "1e-6", "--batch-size", "8", "--validate", "8", "--quiet"]
+        sys.argv += ["--classes", "classes.txt"]
+        last = 0
+        for moment in range(50):
+            reading, writing = os.pipe()
+            if not (child := os.fork()):
+                os.close(reading)
+                _finetuning._say_epoch = lambda epoch, _: os.write(writing, b"%6d" % epoch.number)
+                main()
+            os.close(writing)
+            before = int(os.read(reading, 6))
+            assert before >= last, "it did not go on"
+            started = time.monotonic()
+            last = int(os.read(reading, 6))
+            time.sleep(random.Random(moment).random() * (time.monotonic() - started))
+            os.kill(child, signal.SIGINT)
+            for _ in range(3):
+                if not (said := os.read(reading, 6)):
+                    break
+                last = int(said)
+            else:
+                os.kill(child, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert code == 130, (moment, code)
+            os.close(reading)
+    """
+    Path("classes.txt").write_text("\n".join("abcdefghij"))
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
