@@ -16,7 +16,7 @@ from ._print import percent, print_json, print_table, progress, say, start
 @options_of(source=ModelOptions)
 def predict(
     source: Callable[..., ModelOptions],
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP.partition(";")[0] + ".")],
     images: Annotated[str, typer.Argument(metavar="IMAGES", help="One image, or a folder or .tar of images.")],
     sigma: Annotated[
         float | None, typer.Option(help="Standard deviation of the noise, if the file of the model does not state it.")

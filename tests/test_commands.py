@@ -72,6 +72,7 @@ def test_help_has_headings_choices_and_short_names() -> None:
         assert "-q, --quiet" in text
         assert "--json" in text
         assert "<list" not in text
+    assert "by default the newest" not in run("predict", "-h").stdout  # which takes a model and images
 
 
 def test_quiet_leaves_results_and_errors(folder, monkeypatch) -> None:
