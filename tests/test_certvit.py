@@ -570,7 +570,7 @@ def test_a_failed_layer_leaves_the_others_untouched():
     outcomes = solve_layers([todo[0], bad, todo[1]], 2, seen.append, max_bytes=1)
     assert list(outcomes) == ["blocks.0/fc", "bad", "blocks.1/fc"]
     assert sorted(seen) == sorted(outcomes)
-    assert outcomes["bad"] == Failure("the weight of layer bad has NaN or infinite entries")
+    assert outcomes["bad"] == Failure("the weight of layer bad has NaN or infinite entries; check the checkpoint")
     for task in todo:
         here = constrain_matrix(task.weight, task.data, task.options["error"])
         assert torch.allclose(outcomes[task.name]["spectral"].weight, here.weight, atol=1e-10)

@@ -312,13 +312,15 @@ def test_interrupted_elsewhere(artifact, monkeypatch):
 
 
 def test_results_of_another_run_are_left_alone(artifact):
-    command = ["certify", "model.safetensors", "--data", "images", "--out", "r.jsonl", *GLORO, "--eps"]
-    run(*command, "0.1", "--limit", "3")
+    command = ["certify", "model.safetensors", "--data", "images", "--out", "r.jsonl", "--eps"]
+    run(*command, "0.1", *GLORO, "--limit", "3")
     before = Path("r.jsonl").read_bytes()
-    assert "with another eps; its radii answer for any ε: lipcert report r.jsonl --eps 0.2;" in refused(*command, "0.2")
+    assert "with another eps; its radii answer for any ε: lipcert report r.jsonl --eps 0.2;" in refused(
+        *command, "0.2", *GLORO
+    )
     assert "other method" in refused(*command, "0.1", "--method", "global")
     assert Path("r.jsonl").read_bytes() == before
-    run(*command, "0.1")
+    run(*command, "0.1", *GLORO)
     assert Path("r.jsonl").read_bytes().startswith(before)
     assert sorted(row["index"] for row in read_rows("r.jsonl")) == list(range(7))
 
@@ -584,7 +586,7 @@ def test_models_that_cannot_be_had(artifact, command):
 
 
 def test_data_and_methods_that_cannot_be_used(artifact):
-    command = ["certify", "model.safetensors", "--eps", "0.1", *GLORO]
+    command = ["certify", "model.safetensors", "--eps", "0.1"]
     assert "there is no folder" in refused(*command, "--data", "none")
     assert ", ".join(METHODS) in refused(*command, "--data", "images", "--method", "banana")
     assert "at least 1" in refused(*command, "--data", "images", "--limit", "0")
@@ -615,6 +617,7 @@ def test_json_is_all_that_is_printed(folder):
     command = ["certify", "--eps", "36/255", "--limit", "5", "--method", "gloro"]
     result = run(*command, "--json", "--out", "r.jsonl")
     printed = json.loads(result.stdout)
+    assert printed.pop("facts")["images"] == 5
     assert printed == json.loads(Path("r.summary.json").read_text())
     assert printed["counts"]["images"] == 5
     assert printed["preparation_seconds"] > 0
