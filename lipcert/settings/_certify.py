@@ -145,7 +145,7 @@ class CertifySettings:
         if self.method != SMOOTHING:
             names = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
             if names:
-                raise InputError(f"{', '.join(names)}: for method {SMOOTHING} only; {self.method} draws no noise")
+                raise InputError(f"{', '.join(names)}: for method {SMOOTHING} only; choose it, or leave that out")
             return
         if self.rigor != RIGORS[0] or self.attack is not None:
             setting = "an attack" if self.attack is not None else f"rigor {self.rigor}"
