@@ -4,7 +4,7 @@
 
 A network of :mod:`lipcert.networks.stem_vit`, one convolution and then 2 blocks on 16 tokens, is trained from random
 weights under noise of σ = 0.25, for smoothing; it is then converted, constrained and fine-tuned for the anchored
-certificate, by the commands that a user types, which are printed. Both are certified on the same test images; a row
+certificate, by commands, which are printed. Both are certified on the same test images; a row
 counts at ε if its class is right and its radius is above ε. Smoothing certifies the smoothed classifier, with failure
 probability 1e-3 per image, anchored the network itself.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import shlex
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 
 from benchmarks._cifar import EPS
 from benchmarks._env import environment
+from benchmarks.command import shown
 
 NETWORK = (
     "embed_dim=128 depth=2 num_heads=4 mlp_ratio=2 img_size=32 class_token=False global_pool=avg final_norm=False "
@@ -54,12 +54,12 @@ def main() -> None:
     def step(name: str, command: str, *words: str | Path, ending: str = "safetensors") -> Path:
         """One command, which leaves a file of this name; what it takes of a processor is noted."""
         path = args.work / f"{name}.{ending}"
-        typed = ["lipcert", command, *map(str, words), "--out", str(path)]
-        commands[name] = shlex.join(word.rpartition("/")[2] if Path(word).exists() else word for word in typed)
+        typed = [command, *map(str, words), "--out", str(path)]
+        commands[name] = shown([word.rpartition("/")[2] if Path(word).exists() else word for word in typed])
         if not path.exists() or ending == "jsonl":
-            print(shlex.join(typed), flush=True)
+            print(shown(typed), flush=True)
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run([sys.executable, "-m", *typed], check=True)
+            subprocess.run([sys.executable, "-m", "benchmarks.command", *typed], check=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             minutes[name] = minutes.get(name, 0.0) + spent / 60

@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import lipcert
 from benchmarks._env import environment
+from benchmarks.command import shown as shown_command
 
 RESULT = Path(__file__).parent / "results" / "liresnet_cifar.json"
 RADII = {"18/255": 18 / 255, "36/255": 36 / 255, "72/255": 72 / 255, "108/255": 108 / 255}
@@ -32,10 +32,10 @@ EPOCH = re.compile(
 
 
 def run(command: list[str], log: Path) -> None:
-    """A lipcert command, printed; its messages are added to a file."""
-    print("lipcert", shlex.join(command), flush=True)
+    """A command of :mod:`benchmarks.command`, printed; its messages are added to a file."""
+    print(shown_command(command), flush=True)
     with log.open("a") as messages:
-        done = subprocess.run([sys.executable, "-m", "lipcert", *command], stderr=messages, check=False)
+        done = subprocess.run([sys.executable, "-m", "benchmarks.command", *command], stderr=messages, check=False)
     if done.returncode:
         raise SystemExit(f"lipcert {command[0]} failed; see {log}")
 
@@ -93,8 +93,7 @@ def main() -> None:
     correct = [row for row in verdicts if row["predicted"] == row["label"]]
 
     def shown(command: list[str]) -> str:
-        text = shlex.join(["lipcert", *command])
-        return text.replace(f"{args.work}/", "").replace(f"{args.data}/", "")
+        return shown_command(command).replace(f"{args.work}/", "").replace(f"{args.data}/", "")
 
     result = {
         "data": "CIFAR-10, lightly compressed JPEG files",

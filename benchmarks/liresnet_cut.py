@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 
 import lipcert
 from benchmarks._env import environment
+from benchmarks.command import shown as shown_command
 from benchmarks.liresnet_cifar import EPOCH, rounded, run
 
 RESULTS = Path(__file__).parent / "results"
@@ -143,7 +143,7 @@ def main() -> None:
     sure = [row for row in correct if row["certified"]]
 
     def shown(command: list[str]) -> str:
-        return shlex.join(["lipcert", *command]).replace(f"{args.work}/", "").replace(f"{args.data}/", "")
+        return shown_command(command).replace(f"{args.work}/", "").replace(f"{args.data}/", "")
 
     result = {
         "data": "CIFAR-10, lightly compressed JPEG files",

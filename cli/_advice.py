@@ -60,12 +60,18 @@ class Advice(NamedTuple):
         return [("next", self.command), *([("because", self.reason)] if self.reason else []), *others]
 
 
+def _without(option: str, words: Sequence[str]) -> list[str]:
+    """Words without an option that has a value, and which finetune has not."""
+    return [word for before, word in zip(["", *words], words, strict=False) if option not in (before, word)]
+
+
 def advise(status: Status) -> Advice:
     """What to do next."""
     data = ["--data", status.data or "IMAGES", *status.lists]
     # Images that were certified measure a network, so they are not those that it is trained on.
-    train = ["--data", "TRAIN"] if status.images or not status.data else data
+    train = ["--data", "TRAIN"] if status.images or not status.data or "--labels" in status.lists else data
     train = [*train, "--eps", status.eps]
+    model = _without("--interpolation", status.model)
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:
@@ -78,7 +84,7 @@ def advise(status: Status) -> Advice:
         taught = ["--teacher", status.original[0]] if len(status.original) == 1 else []
         smoothed = replace(status, model=status.original, original=())
         return Advice(
-            command("finetune", *status.model, *train, *taught),
+            command("finetune", *model, *train, *taught),
             "the new network is not the old one: training gives it back its accuracy",
             (advise(smoothed)._replace(others=()),),
         )
@@ -90,7 +96,7 @@ def advise(status: Status) -> Advice:
         reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about "
         reason += f"{minutes} minute{'s' * (minutes > 1)} here; run again, it continues"
         sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", str(limit), *TEN_MINUTES]
-        head = command("finetune", *status.model, *train, "--recipe", "noise", "--only", "head", *front)
+        head = command("finetune", *model, *train, "--recipe", "noise", "--only", "head", *front)
         new = ["liresnet_l6w64", "--no-pretrained", "--model-args", "num_classes=N", *train, "--recipe", "liresnet"]
         others = (
             Advice(head, "a head that is fitted to noisy images, in minutes, keeps more accuracy at a larger sigma"),
@@ -101,7 +107,7 @@ def advise(status: Status) -> Advice:
         )
         return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason, others)
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
-        return Advice(command("finetune", *status.model, *train), "certificates need margins for which it trains")
+        return Advice(command("finetune", *model, *train), "certificates need margins for which it trains")
     bundled = list(status.model) == [BUNDLED] and status.data is None
     what = [] if bundled else [*data, *TEN_MINUTES]
     return Advice(command("certify", *status.model, "--eps", status.eps, *what))

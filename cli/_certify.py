@@ -27,7 +27,7 @@ from ._options import (
     options_of,
     out,
 )
-from ._parse import parse_duration, parse_shard, read_names
+from ._parse import parse_duration, parse_shard
 from ._print import start
 
 # From this ε on a number of 8-bit steps is meant, seen before the size of the images is known.
@@ -39,14 +39,10 @@ def certify(
     settings: partial[CertifySettings],
     source: Callable[..., ModelOptions],
     models: ModelNames = None,
-    models_file: Annotated[Path | None, typer.Option("--models", help="A text file with one model per line.")] = None,
     data: Data = None,
     classes: Classes = None,
     labels: Labels = None,
     attack: Annotated[bool, typer.Option("--attack", help="Also attack with PGD.")] = False,
-    autoattack: Annotated[
-        bool, typer.Option("--autoattack", help="Also attack with AutoAttack; needs pip install 'lipcert[attack]'.")
-    ] = False,
     limit: Limit = None,
     shard: Annotated[
         str | None, typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.")
@@ -92,11 +88,11 @@ def certify(
     part = None if shard is None else parse_shard(shard)
     until = time.monotonic() + parse_duration(time_budget)
     size = None if memory is None else parse_memory(memory)
-    names = [*(models or ()), *(read_names(models_file) if models_file else ())]
-    several_models = models_file is not None or len(names) > 1
+    names = models or [None]
+    several_models = len(names) > 1
     if several_models and asked_source.checkpoint is not None:
         raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
-    sources = [Source.of(name) for name in names or [None]]
+    sources = [Source.of(name) for name in names]
     if sources[0].chosen and sources[0].shipped and data is not None:
         raise InputError(
             f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or {BUNDLED}"
@@ -104,10 +100,9 @@ def certify(
     start(*asked_source.files, classes, labels, data=data)
     from . import _certifying
 
-    attacked = "autoattack" if autoattack else "pgd" if attack else None
     _certifying.run(
         Plan(
-            settings=[settings(attack=attacked, sigma=one.sigma) for one in asked],
+            settings=[settings(attack="pgd" if attack else None, sigma=one.sigma) for one in asked],
             sources=sources,
             several_models=several_models,
             source=asked_source,

@@ -58,7 +58,7 @@ _EXAMPLES = {
     """,
     "finetune": """
         lipcert finetune model.lipcert.safetensors --data train/ --eps 36/255
-        lipcert finetune --data torch/cifar10:train --eps 36/255 --epochs 20 --max-norm 1
+        lipcert finetune liresnet_l6w64 --no-pretrained --data torch/cifar10:train --recipe liresnet
     """,
     "certify": """
         lipcert certify --eps 36/255                               the bundled model and images
@@ -66,7 +66,7 @@ _EXAMPLES = {
         lipcert certify --eps 36/255 --attack --limit 100          with a PGD attack, which bounds from above
         lipcert certify vit_base_patch16_224 --data val/ --eps 36/255 --method smoothing --sigma 0.25
                                                                    randomized smoothing, for any checkpoint
-        lipcert certify --models zoo.txt --data val/ --eps 0.1 --out results/
+        lipcert certify resnet18 resnet34 --data val/ --eps 0.1 --out results/
         lipcert certify --eps 36/255 --fail-under 0.7 --json       for CI
         torchrun --nproc-per-node 4 -m lipcert certify --eps 36/255 --out r.jsonl
         lipcert certify --eps 36/255 --shard 1/3 --out r.jsonl     on the first of three machines;
@@ -136,25 +136,25 @@ class Commands(typer.core.TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-# Options whose value may be several arguments, as timm's scripts take them, and that may be repeated.
-_PAIRS = ("--model-args", "--model-kwargs")
+# The option whose value may be several arguments, as timm's scripts take them, and that may be repeated.
+_PAIRS = "--model-args"
 
 
 def _joined(args: Sequence[str]) -> list[str]:
-    """Arguments with all KEY=VALUE pairs after the options ``_PAIRS`` in one text."""
+    """Arguments with all KEY=VALUE pairs after the option ``_PAIRS`` in one text."""
     pairs: list[str] = []
     others: list[str] = []
     rest = list(args)
     while rest and rest[0] != "--":
         one = rest.pop(0)
         option, equals, value = one.partition("=")
-        if option not in _PAIRS or not (equals or rest):
+        if option != _PAIRS or not (equals or rest):
             others.append(one)
             continue
         pairs.append(value if equals else rest.pop(0))
         while rest and re.match(r"[A-Za-z_]\w*=", rest[0]):
             pairs.append(rest.pop(0))
-    return [*([_PAIRS[0], " ".join(pairs)] if pairs else []), *others, *rest]
+    return [*([_PAIRS, " ".join(pairs)] if pairs else []), *others, *rest]
 
 
 class _Command(typer.core.TyperCommand):

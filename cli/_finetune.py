@@ -4,7 +4,6 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,13 +12,11 @@ from lipcert.errors import InputError
 from lipcert.inputs.sources import Source
 from lipcert.settings import COUNT, INSIDE, RECIPES, FinetuneSettings, check, option, recipe_settings, settings_of
 
-from ._commands import OUTPUT
 from ._options import (
     LIMIT,
     AsJson,
     Classes,
     Force,
-    Labels,
     ModelName,
     ModelOptions,
     TimeBudget,
@@ -30,7 +27,7 @@ from ._options import (
 from ._parse import parse_duration
 from ._print import start
 
-_option = functools.partial(option, group="Options of the training images")
+_python = functools.partial(option, python=True)
 _RECIPES = "; ".join(f"{name}, {recipe.kind}" for name, recipe in RECIPES.items())
 
 
@@ -38,19 +35,19 @@ _RECIPES = "; ".join(f"{name}, {recipe.kind}" for name, recipe in RECIPES.items(
 class TrainingImages:
     """The training images; a checkpoint and the recipe record these settings."""
 
-    data: str = option("A folder or .tar with class folders, or torch/NAME or hfds/NAME [:SPLIT].", alias="--data-dir")
+    data: str = option("A folder or .tar with class folders, or torch/NAME or hfds/NAME [:SPLIT].")
     limit: int | None = option(LIMIT, None, int | None)
     batch_size: int = option("Images per batch; a recipe has its own.", 64, range=COUNT)
-    augment: bool = _option("Crop the images at random and flip them horizontally.", True)
-    crop: str = _option(
-        "shift: by up to an eighth of the side; flip: flips only; a recipe has its own.",
+    augment: bool = _python("Crop the images at random and flip them horizontally.", True)
+    crop: str = option(
+        "resized: random crops; shift: by up to an eighth of the side; flip: flips only; a recipe has its own.",
         "resized",
         choices=("resized", "shift", "flip", "none"),
     )
-    randaugment: str | None = _option("timm's RandAugment, such as rand-m9-n2.", None)
-    cutout: float = _option("Blacken a rectangle in this fraction of the images.", 0.0)
-    mix: str | None = _option("A second data set, such as generated images.", None)
-    mix_ratio: float | None = _option("Fraction of --mix in a batch.", 0.5, range=INSIDE)
+    randaugment: str | None = _python("timm's RandAugment, such as rand-m9-n2.", None)
+    cutout: float = _python("Blacken a rectangle in this fraction of the images.", 0.0)
+    mix: str | None = _python("A second data set, such as generated images.", None)
+    mix_ratio: float | None = _python("Fraction of ``mix`` in a batch.", 0.5, range=INSIDE)
 
     def __post_init__(self) -> None:
         check(self)
@@ -58,7 +55,7 @@ class TrainingImages:
             object.__setattr__(self, "mix_ratio", None)
 
 
-@options_of(settings=FinetuneSettings, source=ModelOptions, images=TrainingImages)
+@options_of(("interpolation",), settings=FinetuneSettings, source=ModelOptions, images=TrainingImages)
 def finetune(
     settings: functools.partial[FinetuneSettings],
     source: Callable[..., ModelOptions],
@@ -75,19 +72,12 @@ def finetune(
         str | None, typer.Option(help="Distil from this model: an artifact of the same classes, or a timm name.")
     ] = None,
     classes: Classes = None,
-    labels: Labels = None,
     time_budget: TimeBudget = None,
     validate: Annotated[
         int | None,
         typer.Option(
             help="Hold out this many training images and keep the epoch that is best on them; by default a tenth, at "
-            "most 500, and none with --ema or --validate 0."
-        ),
-    ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the figures of each epoch to a .csv file or a TensorBoard folder.", rich_help_panel=OUTPUT
+            "most 500; 0: none."
         ),
     ] = None,
     out: out("Output file: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]
@@ -102,10 +92,10 @@ def finetune(
     else:
         settings_of(FinetuneSettings, **recipe_settings(recipe, given))
     if validate and (validate < 0 or given.get("ema") is not None):
-        raise InputError("--validate takes a number of images, and no --ema: it keeps the weights of one epoch")
+        raise InputError("--validate takes a number of images, and no ema: it keeps the weights of one epoch")
     until = time.time() + parse_duration(time_budget)
     source_of_model, of_teacher = Source.of(model), None if teacher is None else Source.of(teacher)
-    start(*asked_source.files, classes, labels, data=asked_images.data)
+    start(*asked_source.files, classes, data=asked_images.data)
     from . import _finetuning
 
     _finetuning.run(
@@ -115,10 +105,9 @@ def finetune(
         source_of_model,
         of_teacher,
         images.keywords,
-        lists={"classes": classes, "labels": labels},
+        lists={"classes": classes},
         validate=validate,
         until=until,
-        log=log,
         out=out,
         force=force,
         as_json=as_json,

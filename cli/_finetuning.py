@@ -23,7 +23,6 @@ from lipcert.training import (
     Augmentation,
     Batches,
     Epoch,
-    Log,
     Mixed,
     Validation,
     check_trainable,
@@ -70,7 +69,6 @@ def run(
     lists: Mapping[str, Any],
     validate: int | None,
     until: float,
-    log: Path | None,
     out: Path | None,
     force: bool,
     as_json: bool,
@@ -90,7 +88,7 @@ def run(
         taught = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
         check_trainable(loaded, asked, taught)
         images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
-        validation, write_log = None, None if log is None else Log(log)
+        validation = None
         measured: list[str] = []
         fitted = (asked.loss, asked.only) == ("noise", "head")
         if validate is None and asked.ema is None and not fitted:
@@ -127,8 +125,6 @@ def run(
                 figures = {} if validation is None else validation(epoch.number, processes.first)
                 measured[:] = figures
                 _say_epoch(epoch, figures)
-                if write_log is not None and processes.first:
-                    write_log(epoch, figures)
                 try:
                     _check_learning(epoch, figures, validation, len(images), before[0] / before[1])
                 except InputError:  # what is left must not stand in the way of another try
@@ -230,20 +226,16 @@ def _accuracy(
 
 
 def _chosen(recipe: str, asked: FinetuneSettings, given: Mapping[str, Any]) -> str:
-    """The options that a recipe adds to those that were given."""
+    """The settings that a recipe adds to those that were given."""
     words = []
     for name in [*RECIPES[recipe].settings, *(["sigma"] if asked.sigma else [])]:
         value = getattr(asked, name)
         if name in given or value is None:
             continue
-        if isinstance(value, Mapping):
-            texts = [f" '{pattern}={limit:g}'" for pattern, limit in value.items()]
-        elif isinstance(value, tuple):
-            texts = [" " + ",".join(f"{number:.3g}" for number in value)]
-        else:
-            texts = ["" if value is True else f" {value}"]
-        words += [f"--{name.replace('_', '-')}{text}" for text in texts]
-    return " ".join(words)
+        if isinstance(value, tuple):
+            value = "(" + ", ".join(f"{number:.3g}" for number in value) + ")"
+        words.append(f"{name}={value}")
+    return ", ".join(words)
 
 
 def _check_learning(
@@ -277,7 +269,7 @@ def _check_learning(
         return
     raise InputError(
         f"{seen}, and {epoch.accuracy:.1%} of the training images: the network has learnt nothing. Try a smaller --lr "
-        "or --eps, larger limits by --max-norm, or another --recipe"
+        "or --eps, or another --recipe"
     )
 
 

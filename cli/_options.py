@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lipcert.errors import InputError
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.settings import option, settings_of
 
@@ -52,9 +53,7 @@ Limit = Annotated[int | None, typer.Option(help=LIMIT)]
 _DATA = "One image, or a folder or .tar of images (class folders give labels), or torch/NAME or hfds/NAME [:SPLIT]"
 Data = Annotated[
     str | None,
-    typer.Option(
-        "--data", "--data-dir", help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size."
-    ),
+    typer.Option(help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size."),
 ]
 Classes = Annotated[
     Path | None,
@@ -77,7 +76,6 @@ class Weights:
         'timm model arguments, such as "img_size=32 patch_size=4 num_classes=10".',
         None,
         group=MODEL,
-        alias="--model-kwargs",
     )
     device: str = option("cpu, cuda or cuda:N; auto: a GPU if there is one.", "auto")
 
@@ -102,6 +100,11 @@ class ModelOptions(Preprocessing, Weights):
 _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
+def _of_python(one: Field[Any]) -> Sequence[str]:
+    """The choices of a field that only calls from Python have."""
+    return () if isinstance(one.metadata["python"], bool) else one.metadata["python"]
+
+
 def _parameter(one: Field[Any]) -> inspect.Parameter:
     """The option of a field that has a help text."""
     kind: Any = one.metadata["typed"]
@@ -109,19 +112,27 @@ def _parameter(one: Field[Any]) -> inspect.Parameter:
     name = one.name.replace("_", "-")
     flag = "/".join(f"--{prefix}{name}" for prefix in (("", "no-") if default is True else ("",)))
     about = typer.Option(
-        *filter(None, (flag, one.metadata["alias"])),
+        flag,
         help=one.metadata["help"],
         show_default=kind is not bool,
         rich_help_panel=one.metadata["group"],
-        **choice(one.metadata["choices"]),
+        **choice([name for name in one.metadata["choices"] if name not in _of_python(one)]),
     )
     default = inspect.Parameter.empty if default is MISSING else default
     return inspect.Parameter(one.name, _CONTEXT.kind, default=default, annotation=Annotated[kind, about])
 
 
-def options_of(**kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replaces parameters by options for the fields of settings; the command gets a function that creates these."""
-    entries = {name: [one for one in fields(kind) if "help" in one.metadata] for name, kind in kinds.items()}
+def options_of(without: Sequence[str] = (), **kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces parameters by options for the fields of settings; the command gets a function that creates these.
+
+    Fields for Python alone and those named by ``without`` are no options. A caller of the command in Python gives the
+    former as the ``obj`` of click's context, a mapping.
+    """
+    described = {name: [one for one in fields(kind) if "help" in one.metadata] for name, kind in kinds.items()}
+    entries = {
+        name: [one for one in some if one.metadata["python"] is not True and one.name not in without]
+        for name, some in described.items()
+    }
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
@@ -132,6 +143,11 @@ def options_of(**kinds: type) -> Callable[[Callable[..., None]], Callable[..., N
                 values = {one.name: arguments.pop(one.name) for one in entries[name]}
                 sources = {one: getattr(context.get_parameter_source(one), "name", "None") for one in values}
                 given = {one: value for one, value in values.items() if sources[one] not in ("DEFAULT", "None")}
+                for one in entries[name]:
+                    if given.get(one.name) in _of_python(one):
+                        raise InputError(f"{one.name} {given[one.name]} is for calls from Python alone")
+                python = [one.name for one in described[name] if one.metadata["python"]]
+                given |= {one: value for one, value in (context.obj or {}).items() if one in python}
                 arguments[name] = functools.partial(settings_of, kind, **given)
             command(**arguments)
 

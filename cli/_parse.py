@@ -2,7 +2,6 @@
 
 import ast
 import math
-from pathlib import Path
 from typing import Any
 
 from lipcert.errors import InputError
@@ -28,18 +27,6 @@ def parse_duration(text: str | None) -> float:
     if not 0 < seconds < math.inf:
         raise InputError(f"--time-budget takes a duration, such as 10m, 90s or 1h, got {text!r}")
     return seconds
-
-
-def read_names(path: Path) -> list[str]:
-    """The models in a text file, one per line; empty lines and those that start with # are ignored."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the models from {path}: {error}") from error
-    names = [line for line in lines if line and not line.startswith("#")]
-    if not names:
-        raise InputError(f"{path} names no model; give one per line")
-    return names
 
 
 _NO_MODEL_ARGS = ("source", "pretrained", "checkpoint", "features", "new_head")  # of lipcert.load

@@ -165,16 +165,15 @@ def artifact(folder):
     return str(folder / "model.safetensors")
 
 
-def constrain(folder, *options):
+def constrain(folder, *options, **settings):
     out = folder / "out.safetensors"
     arguments = ["constrain", artifact(folder), "--data", str(folder / "data"), "--out", str(out), *options]
-    return CliRunner().invoke(app, [*arguments, "--json", "--force"]), out
+    return CliRunner().invoke(app, [*arguments, "--json", "--force"], obj=settings), out
 
 
 def test_the_command_takes_the_hyper_parameters_of_the_faithful_engine(folder):
-    faithful = ("--engine", "faithful", "--quantile", "0.3", "--relaxation", "1.1", "--iterations", "3")
-    result, out = constrain(folder, *faithful, "--projection-epochs", "2", "--eta", "0.01", "--point", "sparse",
-                            "--mini-batches", "3")  # fmt: skip
+    faithful = {"engine": "faithful", "quantile": 0.3, "relaxation": 1.1, "projection_epochs": 2, "eta": 0.01}
+    result, out = constrain(folder, "--iterations", "3", **faithful, point="sparse", mini_batches=3)
     assert result.exit_code == 0, result.output
     step = read_metadata(out)["recipe"][-1]
     assert (step["eta"], step["quantile"], step["relaxation"]) == (0.01, 0.3, 1.1)
@@ -185,23 +184,24 @@ def test_the_command_takes_the_hyper_parameters_of_the_faithful_engine(folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("settings", "message"),
     [
-        (["--beta", "0.1"], "for the engine faithful only"),
-        (["--point", "sparse"], "for the engine faithful only"),
-        (["--eta", "0"], "eta must be a positive number"),
-        (["--iterations", "0"], "iterations must be at least 1"),
-        (["--mini-batches", "2"], "for the engine faithful only"),
-        (["--engine", "faithful", "--beta", "0.1", "--quantile", "0.1"], "give one of them"),
-        (["--engine", "faithful", "--measure", "spectral"], "the faithful engine lowers l1 and not spectral"),
-        (["--eta", "1e9"], "none of"),
+        ({"beta": 0.1}, "for the engine faithful only"),
+        ({"point": "sparse"}, "for the engine faithful only"),
+        ({"eta": 0}, "eta must be a positive number"),
+        ({"mini_batches": 2}, "for the engine faithful only"),
+        ({"engine": "faithful", "beta": 0.1, "quantile": 0.1}, "give one of them"),
+        ({"eta": 1e9}, "none of"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_one_line(folder, options, message):
-    result, out = constrain(folder, *options)
+def test_what_cannot_be_used_is_said_in_one_line(folder, settings, message):
+    result, out = constrain(folder, **settings)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert not out.exists()
+    assert "iterations must be at least 1" in constrain(folder, "--iterations", "0")[0].stderr
+    both = constrain(folder, "--measure", "spectral", engine="faithful")[0]
+    assert "the faithful engine lowers l1 and not spectral" in both.stderr
 
 
 def test_eta_becomes_the_error_of_each_layer():

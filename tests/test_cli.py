@@ -679,9 +679,7 @@ def test_many_models_with_the_same_file_name(artifact):
 
 def test_many_models_that_cannot_be_certified(artifact):
     command = ["certify", "--data", "images", "--eps", "0.1", *GLORO]
-    Path("zoo.txt").write_text("# none\n")
-    assert "names no model" in refused(*command, "--models", "zoo.txt")
-    assert "cannot read" in refused(*command, "--models", "none.txt")
+    Path("zoo.txt").touch()
     assert "one by one" in refused(*command, "resnet18", "resnet34", "--checkpoint", "w.pth")
     assert "must be a folder" in refused(*command, "resnet18", "resnet34", "--out", "zoo.txt")
     assert "there is no file a.pth" in refused(*command, "a.pth", "b.pth")
@@ -798,9 +796,9 @@ def test_models_and_rules_of_your_own(tmp_path, monkeypatch):
 def test_pairs_of_model_args_are_one_option_however_they_are_written(pairs, data):
     args, expected = [], ["m.safetensors", "--data", "x=1"]
     for i, pair in enumerate(pairs):
-        option = data.draw(st.sampled_from(("--model-args", "--model-kwargs")))
         alone = i == 0 or data.draw(st.booleans())
-        args += [f"{option}={pair}"] if alone and data.draw(st.booleans()) else [option, pair] if alone else [pair]
+        together = alone and data.draw(st.booleans())
+        args += [f"--model-args={pair}"] if together else ["--model-args", pair] if alone else [pair]
     typed = [*expected, *args] if data.draw(st.booleans()) else [*args, *expected]
     assert _joined(typed) == ["--model-args", " ".join(pairs), *expected]
 

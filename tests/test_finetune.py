@@ -923,15 +923,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*arguments, code: int = 0):
-    result = CliRunner().invoke(app, ["finetune", *(str(argument) for argument in arguments)])
+def run(*arguments, code: int = 0, **settings):
+    result = CliRunner().invoke(app, ["finetune", *(str(argument) for argument in arguments)], obj=settings)
     assert result.exit_code == code, result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result
 
 
-def refused(*arguments, code: int = 2) -> str:
-    result = run(*arguments, code=code)
+def refused(*arguments, code: int = 2, **settings) -> str:
+    result = run(*arguments, code=code, **settings)
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("lipcert: ")
@@ -943,8 +943,8 @@ SHORT = ("--data", "images", "--eps", "36/255", "--epochs", 2, "--batch-size", 5
 
 def test_the_command_writes_an_artifact(folder) -> None:
     before = (folder / "small.lipcert.safetensors").read_bytes()
-    norms = ("--max-norm", "*.fc1=0.5", "--max-norm", 1)
-    result = run("small.lipcert.safetensors", *SHORT, *norms, "--temperature", "0.25,0.1", "--optimizer", "muon")
+    settings = {"max_norm": ["*.fc1=0.5", "1"], "temperature": "0.25,0.1"}
+    result = run("small.lipcert.safetensors", *SHORT, "--optimizer", "muon", **settings)
     assert "epoch 1 of 2: loss" in result.stderr
     facts = dict(line.split("\t") for line in result.stdout.splitlines())
     assert facts["images"] == "12 of images"
@@ -1017,9 +1017,9 @@ def test_what_the_command_refuses(folder) -> None:
     other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
     assert "FILE numbers them, and --model-args num_classes=10 makes a head" in other
     assert "batch_size must be at least 1" in refused(small, *SHORT, "--batch-size", 0)
-    assert "number, or the first and the last" in refused(small, *SHORT, "--temperature", "hot")
-    assert "'*.fc1=1.2', got '*.fc1'" in refused(small, *SHORT, "--max-norm", "*.fc1")
-    assert "no layer of the network matches" in refused(small, *SHORT, "--max-norm", "*.fc9=1")
+    assert "number, or the first and the last" in refused(small, *SHORT, temperature="hot")
+    assert "'*.fc1=1.2', got '*.fc1'" in refused(small, *SHORT, max_norm=["*.fc1"])
+    assert "no layer of the network matches" in refused(small, *SHORT, max_norm=["*.fc9=1"])
     assert "no device 'tpu9'" in refused(small, *SHORT, "--device", "tpu9")
     assert "epochs must be at least 1" in refused(small, *SHORT, "--epochs", 0)
     assert "use a smaller learning rate" in run(small, *SHORT, "--epochs", 1, "--lr", "1e29", code=2).stderr
@@ -1071,10 +1071,9 @@ def test_a_second_data_set_is_mixed_into_every_batch(folder) -> None:
     white = [int((images == 1).flatten(1).all(1).sum()) for images, _ in found]
     assert white == [4, 4, 2]  # ten images in batches of four; then they would come again
     assert [len(labels) for _, labels in found] == [9, 9, 4]
-    mixed = ("--mix", "made", "--mix-ratio", 0.4)
-    run("small.lipcert.safetensors", *SHORT, *mixed, "--out", "mixed.safetensors")
+    run("small.lipcert.safetensors", *SHORT, "--out", "mixed.safetensors", mix="made", mix_ratio=0.4)
     assert load_artifact("mixed.safetensors").recipe[-1]["step"] == "finetune"
-    assert "above 0 and below 1" in refused("small.lipcert.safetensors", *SHORT, "--mix", "made", "--mix-ratio", 1)
+    assert "above 0 and below 1" in refused("small.lipcert.safetensors", *SHORT, mix="made", mix_ratio=1)
 
 
 def test_cutout_and_randaugment_are_timms(folder) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from typer.main import get_command
 
 import lipcert
+from benchmarks import command as with_python
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import measures, shown, stand_ins, trained
 from benchmarks.papers.recipes import RECIPES, SCALES, TRAININGS, Given, Row, Scale, Table, differences, values_of
@@ -49,7 +50,7 @@ def test_the_commands_of_a_recipe_are_understood(name, scale):
     assert len(steps) == len(RECIPES[name].steps)
     assert [step[0] for step in steps if "--checkpoint" in step] == [steps[0][0]] * (row.checkpoint is not None)
     assert ("--no-pretrained" in steps[0]) is not RECIPES[name].pretrained
-    for command, *options in steps:
+    for command, *options in (with_python.split(step)[0] for step in steps):
         one = known.get_command(Context(known), command)
         context = one.make_context(command, list(options), resilient_parsing=False)
         assert context.params["model"] in ("MODEL", row.model)
@@ -61,7 +62,7 @@ def test_full_scale_takes_the_numbers_of_the_papers_tables():
         ("certvit", "1", "MNIST, CertViT 4C3F"): {
             "batch": 512,
             "epochs": 100,
-            "updates": "--optimizer adam --lr 0.001 --schedule multistep --warmup 0 --power-iterations 2 --no-augment",
+            "updates": "--optimizer adam --lr 0.001 --schedule multistep --warmup 0 --power-iterations 2 --crop none",
         },
         ("certvit", "1", "CIFAR-10, GloRo 4C3F"): {"batch": 512, "epochs": 800, "ramp": "0,1.133,0.5"},
         ("certvit", "1", "CIFAR-10, CertViT 6C2F"): {
@@ -145,10 +146,10 @@ def test_a_trained_row_runs_its_commands_once(images, tmp_path, monkeypatch):
     assert here["certified"]["local"]["gloro on these"] <= here["certified"]["local"]["certified"] <= 1
     assert 0 <= here["constant units"] <= 1
     assert here["parameters"] > 0 < here["seconds an epoch"]
-    assert first["commands"][0].startswith("lipcert finetune lip_convnet_4c3f --no-pretrained ")
+    assert first["commands"][0].startswith("python -m benchmarks.command finetune lip_convnet_4c3f --no-pretrained ")
     left = trained.row(table.rows[0], table, SMALL, images, kept, wanted=False)
     assert left["here"] == "not run"
-    assert left["commands"][0].startswith("lipcert finetune ")
+    assert left["commands"][0].startswith("python -m benchmarks.command finetune ")
     assert all(str(tmp_path) not in command for one in (first, left) for command in one["commands"])
     monkeypatch.setattr(trained, "run", lambda arguments: pytest.fail(f"trained again: {arguments}"))
     assert trained.row(table.rows[0], table, SMALL, images, kept) == first

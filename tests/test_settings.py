@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +17,12 @@ from lipcert.attacks import PGD
 from lipcert.certifier import Certifier
 from lipcert.certvit import ConstrainSettings
 from lipcert.cli import app
+from lipcert.cli._commands import COMMANDS
 from lipcert.cli._options import options_of
 from lipcert.errors import InputError
 from lipcert.inputs.data import open_images
 from lipcert.results.description import describe
-from lipcert.settings import CertifySettings, option, parse_memory, settings_of
+from lipcert.settings import CertifySettings, FinetuneSettings, option, parse_memory, settings_of
 from lipcert.settings import _certify as _settings
 
 FIELDS = [one for one in dataclasses.fields(CertifySettings) if one.init]
@@ -105,7 +107,8 @@ def test_every_field_is_in_the_command_the_library_and_the_summary():
         assert {one.name for one in FIELDS} <= {*inspect.signature(function).parameters}
     for one in FIELDS:
         assert one.name in summary
-        assert (f"--{one.name.replace('_', '-')}" in help_text) or "help" not in one.metadata
+        if "help" in one.metadata:
+            assert (f"--{one.name.replace('_', '-')} " in help_text) is not one.metadata["python"]
     assert summary["attack"]["settings"]["steps"] == 3
     assert (summary["eps_typed"], summary["method"], summary["delta"]) == ("36/255", "gloro", 1e-9)
 
@@ -115,6 +118,8 @@ def test_a_field_with_a_help_text_becomes_an_option():
     class Settings:
         size: str = option("How large.", "5")
         secret: int = 3
+        shape: str = option("Of which shape.", "a", choices=("a", "b"), python=("b",))
+        rate: float = option("How fast.", 1.0, python=True)
 
     seen = []
 
@@ -122,11 +127,30 @@ def test_a_field_with_a_help_text_becomes_an_option():
     def command(settings, path: Path = Path("x")) -> None:
         seen.append((settings(secret=4), path))
 
-    assert [*inspect.signature(command).parameters] == ["size", "path", "context"]
+    assert [*inspect.signature(command).parameters] == ["size", "shape", "path", "context"]
     for source, size in (("COMMANDLINE", "7"), ("DEFAULT", "5")):
-        context = SimpleNamespace(get_parameter_source=lambda _, name=source: SimpleNamespace(name=name))
-        command(size="7", path=Path("y"), context=context)
+        context = SimpleNamespace(get_parameter_source=lambda _, name=source: SimpleNamespace(name=name), obj=None)
+        command(size="7", shape="a", path=Path("y"), context=context)
         assert seen.pop() == (Settings(size, 4), Path("y"))
+    context.obj = {"rate": 2.0, "shape": "b", "size": "9"}
+    command(size="7", shape="a", path=Path("y"), context=context)
+    assert seen.pop()[0] == Settings("5", 4, "b", 2.0)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_is_one_page(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = CliRunner().invoke(app, [command, "--help"]).output.splitlines()
+    assert len(lines) <= 100
+    most = 32 if command == "certify" else 30
+    assert sum(bool(re.match(r"  (-\w, )?--?\w", line)) for line in lines) <= most
+
+
+@pytest.mark.parametrize("loss", ["fixed", "lmt", "local-b", "local-g"])
+def test_losses_of_papers_are_for_python_alone(loss):
+    refused = CliRunner().invoke(app, ["finetune", "bundled", "--data", "x", "--loss", loss])
+    assert (refused.exit_code, "for calls from Python alone" in refused.stderr) == (2, True)
+    assert FinetuneSettings(loss).loss == loss
 
 
 def test_settings_of_constrain_check_themselves():
@@ -139,6 +163,7 @@ def test_settings_of_constrain_check_themselves():
     options = CliRunner().invoke(app, ["constrain", "--help"]).output
     for one in dataclasses.fields(ConstrainSettings):
         assert one.name in inspect.signature(lipcert.constrain).parameters
-        assert f"--{one.name.replace('_', '-')} " in options or "help" not in one.metadata
+        is_option = "help" in one.metadata and not one.metadata["python"]
+        assert (f"--{one.name.replace('_', '-')} " in options) is is_option
     refused = CliRunner().invoke(app, ["constrain", "--error", "2"])
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)

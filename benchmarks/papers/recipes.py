@@ -355,7 +355,7 @@ def values_of(row: Row, scale: Scale, train: str) -> dict[str, object]:
     updates = scale.updates(row.model)
     known = stated or Training("CertViT, table 10", preset.batch_size, preset.epochs)
     images, batch, epochs = scale.passes(row.model)
-    moved = "--no-augment" if row.data == "mnist" else "--crop shift"
+    moved = "--crop none" if row.data == "mnist" else "--crop shift"
     return {
         "train": shlex.quote(train), "eps": row.eps, "eta": preset.eta, "beta": preset.beta,
         "relaxation": preset.relaxation, "iterations": preset.iterations, "projections": preset.projection_epochs,

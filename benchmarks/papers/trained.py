@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import lipcert
+from benchmarks import command as with_python
 from benchmarks.papers.recipes import IMAGES, RECIPES, TRAININGS, Row, Scale, Table, values_of
 from benchmarks.papers.shown import NO_BOUND
 from lipcert.attacks import attack_named
@@ -52,7 +53,7 @@ class Kept:
         for number, (command, _, *options) in enumerate(steps):
             out = self._file(steps[: number + 1])
             note = out.with_suffix(".json")
-            commands.append(shlex.join(["lipcert", command, Path(model).name, *options, "--out", out.name]))
+            commands.append(with_python.shown([command, Path(model).name, *options, "--out", out.name]))
             if not note.exists():
                 started = time.process_time()
                 run([command, model, *options, "--out", str(out), "--force"])
@@ -72,12 +73,13 @@ class Kept:
 
 
 def run(arguments: list[str]) -> None:
-    """A command of ``lipcert``.
+    """A command of ``lipcert``, with settings for Python among its arguments.
 
     Raises:
         Failed: it ended with another code than 0.
     """
-    ended = CliRunner().invoke(app, arguments)
+    typed, settings = with_python.split(arguments)
+    ended = CliRunner().invoke(app, typed, obj=settings)
     if ended.exception is not None and not isinstance(ended.exception, SystemExit):
         raise ended.exception
     if ended.exit_code:
@@ -95,7 +97,7 @@ def row(
     steps = commands(one, scale, train)
     places = {train: Path(train).name} if one.data in folders else {}
     places |= {one.checkpoint: Path(one.checkpoint).name} if one.checkpoint is not None else {}
-    asked = [_without(places, shlex.join(["lipcert", *step])) for step in steps]
+    asked = [_without(places, with_python.shown(step)) for step in steps]
     if one.data not in folders and (of.needs or scale.data is not None or one.data not in NAMED):
         full = "" if of.needs or one.data not in NAMED else ", or --scale full"
         here = f"needs the data set {one.data}: --data {one.data}=FOLDER{full}"

@@ -91,7 +91,9 @@ def prepare(subject: Subject) -> Methods:
                 methods.skipped[name] = str(error)
                 continue
             if method.seconds > settings.time:
-                methods.skipped[name] = f"it would take about {duration(method.seconds)} per image, more than --time"
+                methods.skipped[name] = (
+                    f"it would take about {duration(method.seconds)} per image, more than the setting time"
+                )
                 continue
             methods.prepared[name] = method
         if methods.prepared[name].note:

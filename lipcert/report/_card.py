@@ -46,7 +46,7 @@ def model_card(
         if run.inside:
             raise InputError(
                 f"a card is about perturbations of the pixels, and {run.name} is about {run.perturbed}: "
-                "certify without --at, or report without --card"
+                "certify without at=, or report without --card"
             )
     eps = radii_of_interest(runs, named)
     network, artifact = runs[0].network, artifact_of(runs[0])

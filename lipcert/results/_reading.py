@@ -136,12 +136,12 @@ class Run(Tally):
 
     @property
     def perturbed(self) -> str:
-        """What is perturbed: ``the pixels``, or ``the output of blocks.0`` for a run with ``--at blocks.0``."""
+        """What is perturbed: ``the pixels``, or ``the output of blocks.0`` for a run with ``at="blocks.0"``."""
         return f"the output of {self.summary['at']}" if self.inside else "the pixels"
 
     @property
     def inside(self) -> bool:
-        """Whether a value inside the network is perturbed (``--at``) instead of the pixels."""
+        """Whether a value inside the network is perturbed (``at``) instead of the pixels."""
         return self.summary.get("at") is not None
 
     @property

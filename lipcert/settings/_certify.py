@@ -1,7 +1,7 @@
 """The settings of certification, without torch. Command, library call, run identity and summary use this module.
 
 To add an option to ``certify``, add a field to :class:`CertifySettings` and its type to :class:`CertifyOptions`, and
-use ``settings.NAME`` in the certifier. A field with a help text becomes an option of the command. Every field is an
+use ``settings.NAME`` in the certifier. A field with a help text becomes an option of the command, but with ``python=True``. Every field is an
 argument of :func:`lipcert.certify`, an entry of the summary, and part of the identity that all rows of a file share.
 """
 
@@ -29,6 +29,7 @@ RigorAsked = Literal["probabilistic", "deterministic"]
 EPS = "l2 radius on pixels in [0, 1]: 36/255, 0.5 or 1e-3."
 _NOISE = "Options of method smoothing"
 _noise = partial(option, group=_NOISE)
+_python = partial(option, python=True)
 # In place of a standard deviation: choose one on other images.
 AUTO = "auto"
 _SIGMA = Range("above 0 and below 8", 0, 8)
@@ -92,16 +93,18 @@ class CertifySettings:
     dtype: Dtype = option(
         "Certify exact arithmetic (real), or a forward pass in this format.", DTYPES[0], choices=DTYPES
     )
-    rigor: RigorAsked = option("deterministic: no random start vectors; for small networks.", RIGORS[0], choices=RIGORS)
-    at: str | int | None = option("Perturb the output of a module, such as patch_embed, in place of the pixels.", None)
+    rigor: RigorAsked = _python(
+        "deterministic: no random start vectors; for small networks.", RIGORS[0], choices=RIGORS
+    )
+    at: str | int | None = _python("Perturb the output of a module, such as patch_embed, in place of the pixels.", None)
     sigma: float | str | None = _noise(
         "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.", None
     )
     samples: int = _noise("Maximum number of noise draws per image.", 1_000, range=COUNT)
     alpha: float = _noise("Failure probability per image.", 1e-3, range=FAILURE)
     all_samples: bool = _noise("No early stopping: use all draws, for larger radii.", False)
-    seed: int = _noise("Seed of the noise.", 0, range=SEED)
-    time: float = option(
+    seed: int = _python("Seed of the noise.", 0, range=SEED, group=_NOISE)
+    time: float = _python(
         "Staged: skip methods with an estimated CPU time per image above this many seconds.", 100.0, range=POSITIVE
     )
     futility: float = field(default=0.05, metadata={"range": Range("from 0 to below 1", 0, 1, True), "group": _NOISE})

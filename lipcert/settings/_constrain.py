@@ -13,7 +13,7 @@ from lipcert.settings._fields import COUNT, INSIDE, POSITIVE, Range, check, docu
 MEASURE_NAMES = ("spectral", "l1", "nuclear", "clip", "rescale")
 ENGINES = ("exact", "faithful")
 POINTS = ("projected", "sparse")
-_faithful = partial(option, group="Options of the engine faithful")
+_python = partial(option, python=True)
 
 
 @documented
@@ -37,34 +37,36 @@ class ConstrainSettings:
     error: float = option("Relative output error of each layer, above 0 and below 1.", 1e-2, range=INSIDE)
     _: KW_ONLY
     measure: str | None = option(
-        "The norm to lower: spectral, or l1 for faithful; clip and rescale are baselines, always reported.",
+        "The norm to lower, by default spectral; clip and rescale are baselines, which are always reported.",
         None,
         choices=MEASURE_NAMES,
     )
-    engine: str = option("faithful: the block-iterative algorithm of the paper, for l1.", ENGINES[0], choices=ENGINES)
-    eta: float | None = option(
-        "In place of --error: mean squared error of an output row, as in the CertViT paper.",
+    engine: str = _python(
+        "faithful: the block-iterative algorithm of the CertViT paper, for l1.", ENGINES[0], choices=ENGINES
+    )
+    eta: float | None = _python(
+        "In place of ``error``: mean squared error of an output row, as in the CertViT paper.",
         None,
         float | None,
         range=POSITIVE,
     )
     iterations: int | None = option(
-        "Maximum of Douglas-Rachford iterations: 150, or 2 for faithful.", None, int | None, range=COUNT
+        "Maximum of Douglas-Rachford iterations; by default 150.", None, int | None, range=COUNT
     )
-    beta: float | None = _faithful("Threshold of the proximal step.", None, float | None, range=POSITIVE)
-    quantile: float | None = _faithful(
-        "In place of --beta: fraction of weights below the threshold; 0.1.", None, float | None, range=INSIDE
+    beta: float | None = _python("Threshold of the proximal step.", None, float | None, range=POSITIVE)
+    quantile: float | None = _python(
+        "In place of ``beta``: fraction of weights below the threshold; 0.1.", None, float | None, range=INSIDE
     )
-    mini_batches: int | None = _faithful(
+    mini_batches: int | None = _python(
         "Number of mini-batches, each with its own constraint; 4.", None, int | None, range=COUNT
     )
-    relaxation: float | None = _faithful(
+    relaxation: float | None = _python(
         "Lambda, in (0, 2); 1.2.", None, float | None, range=Range("above 0 and below 2", 0, 2)
     )
-    projection_epochs: int | None = _faithful(
+    projection_epochs: int | None = _python(
         "Passes over the mini-batches for a projection; 100.", None, int | None, range=COUNT
     )
-    point: str = _faithful("sparse: the thresholded weights, with a larger error.", POINTS[0], choices=POINTS)
+    point: str = _python("sparse: the thresholded weights, with a larger error.", POINTS[0], choices=POINTS)
     layers: Iterable[str] | str | None = option("Only these layers: module paths, separated by commas.", None)
     workers: int = option(
         "Processes that solve layers in parallel; 0: none.", 0, range=Range("0 or more", 0, included=True, whole=True)

@@ -54,12 +54,15 @@ def option(
     choices: Sequence[str] = (),
     group: str | None = None,
     given: Any = None,
-    alias: str = "",
+    python: bool | Sequence[str] = False,
 ) -> Any:
-    """A field that is also an option of the command, of the type of its default where that says it, else a text."""
+    """A field that is also an option of the command, of the type of its default where that says it, else a text.
+
+    With ``python`` it is a setting of calls from Python alone, or the named choices of it are.
+    """
     shown = default if given is None else given
     kind = typed or (type(shown) if isinstance(shown, (bool, int, float)) else str if shown is not None else str | None)
-    about = {"help": help, "typed": kind, "choices": choices, "group": group, "given": given, "alias": alias}
+    about = {"help": help, "typed": kind, "choices": choices, "group": group, "given": given, "python": python}
     return field(default=default, metadata={**about, "range": range})
 
 

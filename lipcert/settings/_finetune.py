@@ -43,6 +43,19 @@ LOSSES = {
     "noise": LossFacts("for smoothing"),
     "ce": LossFacts("cross-entropy"),
 }
+# Those that are there for the tables of their papers, and no choices of the command.
+_OF_PAPERS = ("fixed", "lmt", "local-b", "local-g")
+
+
+def _losses_by_method() -> str:
+    """The help of ``--loss``: for which method of certify each loss is."""
+    names: dict[str, list[str]] = {}
+    for name, facts in LOSSES.items():
+        if name not in _OF_PAPERS:
+            names.setdefault(facts.method, []).append(name)
+    return "; ".join(f"{', '.join(some)}: {method}" for method, some in names.items()) + "."
+
+
 # Losses with the global bound.
 GLOBAL = tuple(name for name, facts in LOSSES.items() if facts.bound in ("pairs", "constant"))
 
@@ -52,6 +65,7 @@ _STEP_DOWN = 0.2
 _LAST = {"cosine": 1e-4, "exponential": 1e-3}
 _loss = partial(option, group="Options of the loss")
 _update = partial(option, group="Options of the updates")
+_python = partial(option, python=True)
 
 
 @documented
@@ -75,32 +89,29 @@ class FinetuneSettings:
     """
 
     loss: str = option(
-        "; ".join(
-            f"{', '.join(name for name in LOSSES if LOSSES[name].method == method)}: {method}"
-            for method in dict.fromkeys(facts.method for facts in LOSSES.values())
-        )
-        + ".",
+        _losses_by_method(),
         "adversarial",
         choices=tuple(LOSSES),
+        python=_OF_PAPERS,
     )
     eps: float = option(EPS, 36 / 255, given="36/255")
     epochs: int = option("Number of passes over the images.", 10, range=COUNT)
     lr: float = option("The largest learning rate.", 3e-4, range=POSITIVE)
-    temperature: float | tuple[float, float] | Literal["auto"] = _loss(
+    temperature: float | tuple[float, float] | Literal["auto"] = _python(
         "Divides the logits in the loss: a number; FIRST,LAST; or auto, from the margins of the first batch.",
         1.0,
         given="1",
     )
-    ramp: tuple[float, float, float] | None = _loss(
-        "A,B,S: eps in the loss goes from A to B times --eps in the first fraction S of the run; "
+    ramp: tuple[float, float, float] | None = _python(
+        "A,B,S: eps in the loss goes from A to B times ``eps`` in the first fraction S of the run; "
         "0.1,2,0.5 for emma and cut, 0.1,3,0.5 if annealed, 0,1.1,0.5 for local-b and -g, else 0,1,0.333.",
         None,
     )
-    weight: float = _loss("Weight of the divergence in the loss trades.", 1.0, range=WEIGHT)
-    sparsity: float = _loss("Weight of the sparsity loss in local-b and local-g.", 0.0, range=WEIGHT)
-    upper_weight: float = _loss("Weight of upper thresholds in the sparsity loss.", 0.1, range=WEIGHT)
-    power_iterations: int = _loss("Per update, for norms in losses with a bound.", 2, range=COUNT)
-    vectors: str = _loss(
+    weight: float = _python("Weight of the divergence in the loss trades.", 1.0, range=WEIGHT)
+    sparsity: float = _python("Weight of the sparsity loss in local-b and local-g.", 0.0, range=WEIGHT)
+    upper_weight: float = _python("Weight of upper thresholds in the sparsity loss.", 0.1, range=WEIGHT)
+    power_iterations: int = _python("Per update, for norms in losses with a bound.", 2, range=COUNT)
+    vectors: str = _python(
         "Start of power iteration in local-b and -g: the mean of the last update, or random vectors.",
         VECTORS[0],
         choices=VECTORS,
@@ -109,36 +120,36 @@ class FinetuneSettings:
         "Standard deviation of the noise in the loss noise, such as 0.25.", None, float | None, range=POSITIVE
     )
     denoiser: str | None = _loss("Denoise the images of the loss noise first.", None, choices=("dct", "natural"))
-    consistency: float = _loss("Weight of the agreement of two draws in the loss noise, such as 10.", 0.0, range=WEIGHT)
-    teacher_weight: float = _loss("Weight of the divergence from the predictions of --teacher.", 1.0, range=WEIGHT)
-    max_norm: MaxNorm | None = _update(
+    consistency: float = _python(
+        "Weight of the agreement of two draws in the loss noise, such as 10.", 0.0, range=WEIGHT
+    )
+    teacher_weight: float = _python("Weight of the divergence from the predictions of the teacher.", 1.0, range=WEIGHT)
+    max_norm: MaxNorm | None = _python(
         "Limit the spectral norm of each layer to this value; '*.fc1=1.2' for the layers of a pattern.",
         None,
         list[str] | None,
     )
-    optimizer: str = _update(
-        "nadam: with Lookahead; muon: with --lr 0.01, fast with --max-norm.", "adamw", choices=OPTIMIZERS
-    )
-    schedule: str = _update("Schedule of the learning rate.", "cosine", choices=SCHEDULES)
-    warmup: float = _update("Fraction of the run in which the learning rate rises.", 0.1, range=SHARE)
-    decay_from: float = _update("Fraction of the run after which the schedule exponential falls.", 0.5, range=SHARE)
-    last_lr: float | None = _update(
-        "Learning rate at the end; 1e-4 times --lr for cosine, 1e-3 times for exponential.",
+    optimizer: str = _update("nadam: with Lookahead; muon: with --lr 0.01.", "adamw", choices=OPTIMIZERS)
+    schedule: str = _python("Schedule of the learning rate.", "cosine", choices=SCHEDULES)
+    warmup: float = _python("Fraction of the run in which the learning rate rises.", 0.1, range=SHARE)
+    decay_from: float = _python("Fraction of the run after which the schedule exponential falls.", 0.5, range=SHARE)
+    last_lr: float | None = _python(
+        "Learning rate at the end; 1e-4 times ``lr`` for cosine, 1e-3 times for exponential.",
         None,
         float | None,
         range=POSITIVE,
     )
-    accumulate: int = _update("Batches per update.", 1, range=COUNT)
-    ema: float | None = _update(
+    accumulate: int = _python("Batches per update.", 1, range=COUNT)
+    ema: float | None = _python(
         "Moving average of the weights with this decay, such as 0.999.", None, float | None, range=INSIDE
     )
-    amp: Amp | None = _update("Compute the network's matrix products in this type.", None, choices=("bfloat16",))
-    channels_last: bool = _update("Keep kernels and images in the channels-last memory format.", False)
+    amp: Amp | None = _python("Compute the network's matrix products in this type.", None, choices=("bfloat16",))
+    channels_last: bool = _python("Keep kernels and images in the channels-last memory format.", False)
     only: str | None = _update(
         "Train only parameters or modules that match these comma-separated patterns: '*.attn.*'; head: the classifier.",
         None,
     )
-    keep_zeros: bool = _update("Keep zero weights at zero, as constrain produces them.", False)
+    keep_zeros: bool = _python("Keep zero weights at zero, as constrain produces them.", False)
 
     def __post_init__(self) -> None:
         check(self)
