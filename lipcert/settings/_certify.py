@@ -1,8 +1,9 @@
 """The settings of certification, without torch. Command, library call, run identity and summary use this module.
 
 To add an option to ``certify``, add a field to :class:`CertifySettings` and its type to :class:`CertifyOptions`, and
-use ``settings.NAME`` in the certifier. A field with a help text becomes an option of the command, but with ``python=True``. Every field is an
-argument of :func:`lipcert.certify`, an entry of the summary, and part of the identity that all rows of a file share.
+use ``settings.NAME`` in the certifier. A field with a help text becomes an option of the command, unless it has
+``python=True``. Every field is an argument of :func:`lipcert.certify`, an entry of the summary, and part of the
+identity that all rows of a file share.
 """
 
 from __future__ import annotations
