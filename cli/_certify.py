@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lipcert.errors import InputError
+from lipcert.inputs.files import check_unlocked
 from lipcert.inputs.sources import BUNDLED, Source
 from lipcert.settings import CertifySettings, parse_memory
 
@@ -97,6 +98,7 @@ def certify(
         raise InputError(
             f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or {BUNDLED}"
         )
+    check_unlocked(out)
     start(*asked_source.files, classes, labels, data=data)
     from . import _certifying
 

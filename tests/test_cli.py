@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -32,6 +33,7 @@ from lipcert.cli._commands import _joined
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.data import order_of
+from lipcert.inputs.files import lock
 from lipcert.inputs.loading import load
 from lipcert.results._parallel import _registering
 from lipcert.settings import parse_eps
@@ -323,6 +325,14 @@ def test_results_of_another_run_are_left_alone(artifact):
     run(*command, "0.1", *GLORO)
     assert Path("r.jsonl").read_bytes().startswith(before)
     assert sorted(row["index"] for row in read_rows("r.jsonl")) == list(range(7))
+
+
+def test_a_file_that_is_being_written_is_refused_first(folder, monkeypatch):
+    monkeypatch.setattr("lipcert.cli._certify.start", lambda *_, **__: pytest.fail("torch is imported"))
+    handle = os.open("r.jsonl", os.O_CREAT | os.O_WRONLY)
+    assert lock(handle, Path("r.jsonl"))
+    assert "another process is writing r.jsonl" in refused("certify", "--eps", 1, "--out", "r.jsonl")
+    os.close(handle)
 
 
 def test_percentages_are_fractions(folder):

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import lipcert
 from lipcert.certifier import Certificates
 from lipcert.errors import InputError
+from lipcert.inputs import files
 from lipcert.inputs.data import Batch, Images, image_hash
-from lipcert.results import ResultFile, Tally, _files, read_rows, rows, shard_path, shards_of, share, wilson
+from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, share, wilson
 
 RUN = {
     "model": {"source": {"name": "x", "arguments": {"sizes": (1, 2)}}, "recipe": [], "weights_hash": "0" * 64},
@@ -273,7 +274,7 @@ def test_the_seconds_of_a_run_are_those_of_all_its_starts(tmp_path):
 
 def test_without_locks_two_processes_do_not_mix_rows(tmp_path, monkeypatch):
     """The first to write a row keeps the file, with its summary; the other ends with a line."""
-    if (fcntl := _files.fcntl) is not None:
+    if (fcntl := files.fcntl) is not None:
         monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "no locks")))
     path = tmp_path / "r.jsonl"
     with ResultFile(path, RUN) as first:

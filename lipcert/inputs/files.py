@@ -13,6 +13,11 @@ from pathlib import Path
 
 from lipcert.errors import InputError, LoadError, shortened
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 # What files of weights are called.
 WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
@@ -36,6 +41,31 @@ def check_there(*files: Path | None) -> None:
     for file in files:
         if file is not None and not os.path.lexists(file):
             raise no_file(file)
+
+
+def occupied(path: Path) -> InputError:
+    """The error of a file of results that another process writes."""
+    return InputError(f"another process is writing {path}; wait for it, or give another file with --out")
+
+
+def lock(file: int, path: Path, shared: bool = False) -> bool:
+    """Locks an open file until it is closed; False without locks. Raises an InputError if another process has it."""
+    try:
+        if fcntl is None:
+            return False
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise occupied(path) from error
+    except OSError:  # the file system has no locks
+        return False
+    return True
+
+
+def check_unlocked(path: Path | None) -> None:
+    """Refuses a file of results that another process writes; None passes."""
+    if path is not None and path.is_file():
+        with suppress(OSError), path.open("rb") as file:  # of a file that cannot be read more is said later
+            lock(file.fileno(), path, shared=True)
 
 
 def is_named_data(spec: str | None) -> bool:

@@ -20,16 +20,11 @@ from typing import Any
 
 from lipcert.errors import InputError
 from lipcert.inputs.data import Images
-from lipcert.inputs.files import replacing
+from lipcert.inputs.files import lock, occupied, replacing
 from lipcert.results._reading import check_name, read_earlier, summary_path
 from lipcert.results._statistics import Tally
 
 _FEW = 8  # rows that say whether a file is about the same images
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 def summary(description: Mapping[str, Any], tally: Tally, *, complete: bool) -> dict[str, Any]:
@@ -167,22 +162,11 @@ class ResultFile:
         """Opens the file for this process alone; without locks it is watched for what other processes write."""
         self._close()
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        self._size = None
-        try:
-            if fcntl is None:
-                raise OSError
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise self._occupied() from error
-        except OSError:  # the file system has no locks
-            self._size = os.fstat(self._file).st_size
-
-    def _occupied(self) -> InputError:
-        return InputError(f"another process is writing {self.path}; wait for it, or give another file with --out")
+        self._size = None if lock(self._file, self.path) else os.fstat(self._file).st_size
 
     def _check_alone(self) -> None:
         if self._size is not None and os.fstat(self._file).st_size != self._size:
-            raise self._occupied()
+            raise occupied(self.path)
 
     def _close(self) -> None:
         if self._file >= 0:
