@@ -89,7 +89,7 @@ def certify(
     part = None if shard is None else parse_shard(shard)
     until = time.monotonic() + parse_duration(time_budget)
     size = None if memory is None else parse_memory(memory)
-    names = models or [None]
+    names: Sequence[str | None] = models or [None]
     several_models = len(names) > 1
     if several_models and asked_source.checkpoint is not None:
         raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
