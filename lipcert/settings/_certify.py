@@ -97,7 +97,7 @@ class CertifySettings:
     rigor: RigorAsked = _python(
         "deterministic: no random start vectors; for small networks.", RIGORS[0], choices=RIGORS
     )
-    at: str | int | None = _python("Perturb the output of a module, such as patch_embed, in place of the pixels.", None)
+    at: str | int | None = option("Perturb the output of a module, such as patch_embed, in place of the pixels.", None)
     sigma: float | str | None = _noise(
         "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.", None
     )
