@@ -76,8 +76,8 @@ def main() -> None:
     found = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for network in args.network:
         with tempfile.TemporaryDirectory() as folder:
-            paths = (path and path.resolve() for path in (args.weights, args.data))
-            journey = travel(network, *paths, Path(folder))
+            weights, data = (path and path.resolve() for path in (args.weights, args.data))
+            journey = travel(network, weights, data, Path(folder))
         found[network] = {
             "environment": environment(),
             "steps": [

@@ -49,7 +49,14 @@ FOOT = """## What the columns mean
 
 What prints the shares of lipcert's networks, with CIFAR-10's test images as a tar file or a folder:
 """
-_TYPES = {"object": dict, "string": str, "boolean": bool, "number": (int, float), "integer": int, "null": type(None)}
+_TYPES: dict[str, Any] = {
+    "object": dict,
+    "string": str,
+    "boolean": bool,
+    "number": (int, float),
+    "integer": int,
+    "null": type(None),
+}
 
 
 def problems(value: Any, schema: Mapping[str, Any], where: str = "the entry") -> Iterator[str]:

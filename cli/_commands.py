@@ -164,6 +164,7 @@ class _Command(typer.core.TyperCommand):
         args = _joined(args)
         if not ctx.resilient_parsing:
             _, _, order = self.make_parser(ctx).parse_args(list(args))
+            one: Any
             for one, times in Counter(order).items():
                 combines = one.param_type_name == "argument" or one.multiple or (one.is_flag and not one.secondary_opts)
                 if times > 1 and not combines:

@@ -1,7 +1,7 @@
 """``lipcert predict``: the class, the share of draws and the radius of each image by a smoothed classifier."""
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,7 +41,7 @@ def predict(
         raise InputError(f"{named.word} is no smoothed classifier: give the noise with --sigma, such as 0.25")
     smoothed = SmoothedClassifier(loaded, sigma)
     opened = open_images(images, loaded, limit=limit)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with progress("predicting", len(opened)) as update:
         for batch in opened.batches(1):
             found = smoothed.certify(batch.images, samples=samples, alpha=alpha)

@@ -178,8 +178,8 @@ class CertifySettings:
             raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}")
         if sigma is None or self.sigma is not None or self.method not in (STAGED, SMOOTHING):
             return self
-        eps: Any = self.eps_typed
-        return dataclasses.replace(self, eps=eps, method=SMOOTHING, sigma=sigma)
+        changed: dict[str, Any] = {"eps": self.eps_typed, "method": SMOOTHING, "sigma": sigma}
+        return dataclasses.replace(self, **changed)
 
     @property
     def rounded_as(self) -> Dtype:
