@@ -25,7 +25,7 @@ from lipcert.attacks import PGD
 from lipcert.bounds._masked import Core
 from lipcert.certifier import METHODS, Certifier
 from lipcert.cli import app
-from lipcert.graph import Node
+from lipcert.graph import Node, _intact
 from lipcert.norms import (
     Ledger,
     explicit_norm,
@@ -65,12 +65,16 @@ class Elsewhere(Tensor):
 class Machine(TorchDispatchMode):
     """While it lasts, what is made on the simulated device, or moved there, has entries."""
 
+    __module__ = "lipcert.simulated"  # lipcert refuses modes that are not its own
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _evaluate(func, args, kwargs or {})
 
 
 class Made(TorchFunctionMode):
     """While it lasts, tensors can be made of numbers there: torch leaves them empty, and asks no dispatcher."""
+
+    __module__ = "lipcert.simulated"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,10 +130,11 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=needs_cuda)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     if request.param == "cuda":
         yield torch.device("cuda")
         return
+    monkeypatch.setattr(_intact, "_PLAIN", (*_intact._PLAIN, Elsewhere))
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -307,12 +312,17 @@ def test_radii_of_the_deployed_network(device: torch.device, make: Callable[[], 
         check(make(), device, method=method, dtype="float32")
 
 
+class NoAutocast(contextlib.nullcontext):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__()
+
+
 @pytest.mark.parametrize("loss", ["adversarial", "ce", "trades", "emma"])
 def test_training_gives_the_weights_of_the_cpu(
     device: torch.device, loss: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == ELSEWHERE:  # for which torch has no autocast
-        monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+        monkeypatch.setattr(torch, "autocast", NoAutocast)
     found = []
     for where in (torch.device("cpu"), device):
         model = layers().double().to(where)
