@@ -250,7 +250,8 @@ def vit() -> Model:
 def test_the_deployed_network_is_certified_for_less() -> None:
     model = vit()
     images = torch.rand(2, 3, 8, 8)
-    real, deployed = (certify(model, images, eps=1e-3, dtype=dtype) for dtype in ("real", "float32"))
+    both = ("real", "float32")
+    real, deployed = (certify(model, images, eps=1e-3, dtype=dtype, method="anchored") for dtype in both)
     assert (real.dtype, deployed.dtype) == ("real", "float32")
     assert bool((deployed.radius < real.radius).all())
     assert bool((deployed.radius > 0).all())
@@ -263,7 +264,7 @@ def test_deterministic_on_request() -> None:
     images = torch.rand(2, 3, 8, 8)
     sampled, certain = (certify(model, images, eps=1e-3, rigor=rigor) for rigor in ("probabilistic", "deterministic"))
     assert certain.rigor == ("deterministic",) * 2
-    assert sampled.rigor == certain.rigor, "Jacobians of a small network are matrices, without start vectors"
+    assert all(rigor.startswith("probabilistic") for rigor in sampled.rigor)
     assert bool((certain.radius >= sampled.radius * 0.99).all())
     with pytest.raises(InputError, match="probabilistic, deterministic"):
         certify(model, images, eps=1e-3, rigor="sure")

@@ -645,7 +645,7 @@ def test_write_returns_what_it_wrote(results, tmp_path):
 def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["digits-vit", "--eps", "36/255", "--limit", "2", "--method", "anchored"]
-    printed = CliRunner().invoke(app, ["certify", *arguments, "--out", "r.jsonl"], obj={"at": "blocks.1"})
+    printed = CliRunner().invoke(app, ["certify", *arguments, "--at", "blocks.1", "--out", "r.jsonl"])
     assert "perturbations of the output of blocks.1, not of the pixels" in printed.stdout
     (run,) = read_runs(["r.jsonl"])
     assert "ℓ2 perturbation of the output of blocks.1 up to ε" in _build.sentence(run, run.every_eps)

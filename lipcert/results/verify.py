@@ -138,7 +138,7 @@ def verify(
                     others[method] = Certifier(model, one_method)
                 one = batch.split(i)[1].split(1)[0]
                 (other,) = rows(one, others[method].run(one.images, one.labels), 0.0)
-                recomputed |= {key: other[key] for key in ("radius", "method", "rigor", "rounding")}
+                recomputed |= {key: other[key] for key in ("radius", "method", "rigor", *EVIDENCE)}
             done += 1
             reason = contradiction(claimed, run.eps, summary.get("method"))
             reason = reason or _objection(claimed, recomputed, attack is not None)
