@@ -627,8 +627,9 @@ def test_json_is_all_that_is_printed(folder):
     command = ["certify", "--eps", "36/255", "--limit", "5", "--method", "gloro"]
     result = run(*command, "--json", "--out", "r.jsonl")
     printed = json.loads(result.stdout)
-    assert printed.pop("facts")["images"] == 5
-    assert printed == json.loads(Path("r.summary.json").read_text())
+    assert printed.pop("facts")
+    written = json.loads(Path("r.summary.json").read_text())
+    assert printed | {"example_logits": written["example_logits"]} == written
     assert printed["counts"]["images"] == 5
     assert printed["preparation_seconds"] > 0
     assert printed["command"].split()[0] == "lipcert"
