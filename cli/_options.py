@@ -145,7 +145,9 @@ def options_of(without: Sequence[str] = (), **kinds: type) -> Callable[[Callable
                 given = {one: value for one, value in values.items() if sources[one] not in ("DEFAULT", "None")}
                 for one in entries[name]:
                     if given.get(one.name) in _of_python(one):
-                        raise InputError(f"{one.name} {given[one.name]} is for calls from Python alone")
+                        raise InputError(
+                            f"{one.name} {given[one.name]} is for calls from Python alone; --help lists the others"
+                        )
                 python = [one.name for one in described[name] if one.metadata["python"]]
                 given |= {one: value for one, value in (context.obj or {}).items() if one in python}
                 arguments[name] = functools.partial(settings_of, kind, **given)

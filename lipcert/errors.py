@@ -6,27 +6,18 @@ Each message is one line that says what is wrong and what to do. The command lin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import ClassVar
 
 
 class LipcertError(Exception):
-    """The base class of all exceptions that lipcert raises intentionally.
+    """The base class of all exceptions that lipcert raises intentionally."""
 
-    A message may name an argument and the option for it, ``checkpoint= (--checkpoint)``; one of them is shown.
-    """
-
-    in_command: ClassVar[bool] = False  # whether a command runs, which prints the option
+    in_command: ClassVar[bool] = False  # whether a command runs, whose messages name options
 
     def __str__(self) -> str:
         """The message, with non-printable characters escaped, so that names from files cannot break its line."""
-        text = super().__str__()
-        if self.in_command:
-            text = re.sub(r"\w+=\w* \((--[^)]+)\)", r"\1", text)
-        else:
-            text = re.sub(r" \(--[^)]+\)", "", text)
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
 
 
 class InputError(LipcertError, ValueError):
@@ -104,7 +95,8 @@ class UnsupportedCode(UnsupportedOperation):
         if "changes its module" in listed:
             remedy += (
                 ". Where torch.nn.utils.parametrize computes a weight anew at every call, "
-                "freeze=True (--model-args freeze=True) keeps it; where forward does, store the computed weight once"
+                f"{as_given('freeze=True', '--model-args freeze=True')} keeps it; where forward does, "
+                "store the computed weight once"
             )
         return f"the network's code cannot be certified: {listed}; {remedy}"
 
@@ -134,6 +126,13 @@ class BrokenCertificate(LipcertError):
             f"an attack changes the prediction at distance {self.distance:.9g}, inside the radius {self.radius:.9g} "
             f"that {self.method} certified; this is a defect of lipcert, no certificate of this run can be relied on"
         )
+
+
+def as_given(argument: str, option: str = "") -> str:
+    """How the user gives an argument: ``checkpoint=`` in Python, ``--checkpoint`` in a command."""
+    if not LipcertError.in_command:
+        return argument
+    return option or f"--{argument.partition('=')[0].replace('_', '-')}"
 
 
 def first_line(error: BaseException) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.denoisers import Denoised, is_named
-from lipcert.errors import InputError, LipcertError, LoadError, first_line
+from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line
 from lipcert.inputs.construction import check_described
 from lipcert.inputs.files import no_file, replacing
 from lipcert.inputs.sources import is_artifact
@@ -130,7 +130,7 @@ def check_free(
     """
     if force or not os.path.exists(path):
         return
-    way_out = "give another name, or replace it with force=True (--force)"
+    way_out = f"give another name, or replace it with {as_given('force=True', '--force')}"
     if not is_artifact(path):
         raise InputError(f"{path} exists and is not a lipcert artifact; {way_out}")
     architecture = model.source.get("name")
@@ -227,7 +227,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     entry = keys_of(path)[1].get("lipcert")
     if entry is None:
         raise LoadError(
-            f"{path} is not a lipcert artifact; give the timm name, and the file with checkpoint= (--checkpoint)"
+            f"{path} is not a lipcert artifact; give the timm name, and the file with {as_given('checkpoint=')}"
         )
     try:
         content = json.loads(entry)

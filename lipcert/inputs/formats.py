@@ -31,12 +31,12 @@ PART = "; if they are under one of its keys and you trust the file, save them al
 )
 _MADE_OF = "; give the PyTorch weights that it was made of"
 _SCRIPT = (
-    "is TorchScript, which hides its operations; give a timm name, and with checkpoint= (--checkpoint) the file that "
+    "is TorchScript, which hides its operations; give a timm name, and as its checkpoint the file that "
     "this writes: " + _PYTHON.format("torch.jit.load(sys.argv[1]).state_dict()")
 )
 _EXPORTED = (
-    "is a program of torch.export; give the module that it was exported from, or a timm name, and with checkpoint= "
-    "(--checkpoint) the file that this writes: " + _PYTHON.format("dict(torch.export.load(sys.argv[1]).state_dict)")
+    "is a program of torch.export; give the module that it was exported from, or a timm name, and as its "
+    "checkpoint the file that this writes: " + _PYTHON.format("dict(torch.export.load(sys.argv[1]).state_dict)")
 )
 _ONNX = (
     "is an ONNX model; give the PyTorch weights that it was exported from, or in Python the module that "

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from torchvision.transforms import Normalize
 from torchvision.transforms.v2 import Normalize as Normalize2
 
-from lipcert.errors import InputError, LipcertError, LoadError, first_line
+from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line
 from lipcert.graph import first_run, reason_of_failure
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.preprocessing import check_scale
@@ -102,11 +102,11 @@ def load(
             raise InputError(f"{key} is True or False, got {flag!r}; an argument of timm cannot have this name")
     options = {*pixels, *timm_arguments}
     if checkpoint is not None:
-        options.add("checkpoint= (--checkpoint)")
+        options.add(as_given("checkpoint="))
     if "device" in timm_arguments:
         raise InputError("device is no argument of load; move the model afterwards: lipcert.load(...).to('cuda')")
     if "checkpoint_path" in timm_arguments:
-        raise InputError("checkpoint_path is timm's way to load a file; give it as checkpoint= (--checkpoint)")
+        raise InputError(f"checkpoint_path is timm's way to load a file; give it as {as_given('checkpoint=')}")
     if isinstance(source, nn.Module):
         source = evaluated(getattr(source, "_orig_mod", source))  # the module inside a torch.compile wrapper
         _refuse(options - {*_PIXELS}, "a module that is already built")
@@ -130,16 +130,16 @@ def load(
     if named.file:
         if is_artifact(name):
             if not pretrained:
-                options.add("pretrained=False (--no-pretrained)")
+                options.add(as_given("pretrained=False", "--no-pretrained"))
             _refuse(options | ({"freeze"} if freeze else set()), f"the lipcert artifact {name}, which is complete")
             return load_artifact(name)
         if checkpoint is not None:
-            raise InputError(f"{name} and {checkpoint} are two files; give a timm name with checkpoint= (--checkpoint)")
+            raise InputError(f"{name} and {checkpoint} are two files; give a timm name with {as_given('checkpoint=')}")
         architecture = read_checkpoint(name).name
         if architecture is None:
             raise LoadError(
                 f"{name} does not say which architecture its weights belong to; "
-                "give the timm name, and the file with checkpoint= (--checkpoint)"
+                f"give the timm name, and the file with {as_given('checkpoint=')}"
             )
         checkpoint, name = name, architecture
     if checkpoint is not None and is_artifact(checkpoint):
@@ -246,7 +246,7 @@ def _wrap(
     config = {**_data_config(net, arguments), **{key: tuple(value) for key, value in pixels.items()}}
     missing = [key for key in _PIXELS if key not in config]
     if missing:
-        given = ", ".join(f"{key}= (--{key.replace('_', '-')})" for key in missing)
+        given = ", ".join(as_given(f"{key}=") for key in missing)
         raise InputError(f"{label} does not say its {', '.join(missing)}; give {given}")
     channels = config["input_size"][0]
     for key in ("mean", "std"):

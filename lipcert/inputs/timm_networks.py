@@ -20,7 +20,7 @@ from timm.models._hub import load_model_config_from_hf, load_model_config_from_p
 from torch import nn
 
 import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
-from lipcert.errors import LoadError, first_line, shortened
+from lipcert.errors import LoadError, as_given, first_line, shortened
 from lipcert.inputs.sources import FOLDER, HUB, unknown
 
 PROBE_SECONDS = 5.0
@@ -128,14 +128,14 @@ def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
     if is_network_error(error):
         return (
             f"cannot download {name}: no network, or the model hub is unreachable; "
-            "give the timm name and a file with its weights as checkpoint= (--checkpoint FILE)"
+            f"give the timm name and a file with its weights as {as_given('checkpoint=')}"
         )
     if isinstance(error, hub_errors.HfHubHTTPError):
         return f"the hub does not give out {name}: {message}; check the name, or log in if it is gated"
     if "No pretrained weights exist" in message:
         return (
-            f"timm has no pretrained weights for {name}; give a file with checkpoint= (--checkpoint), "
-            "or take random weights with pretrained=False (--no-pretrained)"
+            f"timm has no pretrained weights for {name}; give a file with {as_given('checkpoint=')}, "
+            f"or take random weights with {as_given('pretrained=False', '--no-pretrained')}"
         )
     if arguments:
         listing = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)

@@ -22,7 +22,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-from lipcert.errors import LoadError, first_line, shortened
+from lipcert.errors import LoadError, as_given, first_line, shortened
 from lipcert.inputs import formats
 from lipcert.inputs.files import WEIGHTS, no_file
 from lipcert.inputs.preprocessing import INTERPOLATIONS
@@ -243,12 +243,12 @@ def load_weights(
         built_without = extra == classifier and not any(key.startswith(places) for key in tensors)
         if classifier and (built_without or (only_heads and not missing)):
             count = len(state[found[classifier[0]]])
-            remedy = f"give num_classes={count} (--model-args num_classes={count})"
+            remedy = "give " + as_given(f"num_classes={count}", f"--model-args num_classes={count}")
         elif only_heads and {tuple(state[key].shape) for key in outside} & {tuple(tensors[key].shape) for key in heads}:
             remedy = "its classifier has another name than the model's: rename it"
         elif only_heads:
-            remedy = "it is a backbone without a classifier; train one by finetune, with num_classes=N"
-            remedy += " (--model-args num_classes=N)"
+            remedy = "it is a backbone without a classifier; train one by finetune, with "
+            remedy += as_given("num_classes=N", "--model-args num_classes=N")
         elif foreign is not None:
             remedy = foreign
         elif missing and {*missing} <= heads:

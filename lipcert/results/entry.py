@@ -28,7 +28,7 @@ def read_entry(path: Path, run: Run) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as an entry of the leaderboard: {error}") from error
     if not isinstance(found, dict):
-        raise InputError(f"{path} is no entry of the leaderboard, which is a JSON object")
+        raise InputError(f"{path} is no JSON object, so it is no entry of the leaderboard; give one of its files")
     return dict(found)
 
 
