@@ -23,18 +23,17 @@ from torch import Tensor
 
 from lipcert.bounds import Analysis, Value, analyze, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
+from lipcert.bounds.testing import check_rule
 from lipcert.errors import LipcertError
 from lipcert.graph import run
-from tests import rule_attacks
+from tests.rule_attacks import applied
 
 Draw = Callable[[random.Random], tuple[Callable[..., Any], dict[str, Any]]]
 
 # Larger operands take long: their Jacobians are written out.
 _MOST = 72
-_POINTS, _STEPS = 4, 2
+_POINTS = 4
 _SLACK = 1e-9
-# Differences of numbers near 1 lose digits, and torch's derivative of hardsigmoid has those of float32.
-_MEASURED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -563,8 +562,8 @@ def draw(seed: int) -> Setting | None:
 def look(seed: int) -> dict[str, Any]:
     """A row for one seed: every bound of the call's rules is compared with what is measured.
 
-    Constants, boxes, remainders, Jacobians and rounding errors are those of :mod:`tests.rule_attacks`:
-    in real arithmetic against ascent in float64, and in float32 against the operation in float32.
+    Constants, boxes, remainders, Jacobians and rounding errors are
+    those of :func:`lipcert.bounds.testing.check_rule`.
     """
     setting = draw(seed)
     row: dict[str, Any] = {"seed": seed, "kind": "argument", "by": {}, "defects": []}
@@ -585,13 +584,11 @@ def look(seed: int) -> dict[str, Any]:
 def _examined(setting: Setting, seed: int) -> str:
     """``held``, or ``zero`` where the constant is infinite."""
     size = (1, setting.size)
-    module = rule_attacks.applied(setting)
+    module = applied(setting)
     analysis = analyze(module, size)
     _check_facts(module, analysis, seed)
     if analysis.output.lip.finite:
-        rule_attacks.check_rule(
-            setting, size, points=_POINTS, steps=_STEPS, seed=seed, slack=_MEASURED, analysis=analysis
-        )
+        check_rule(setting, size, points=_POINTS, seed=seed)
         return "held"
     return "zero"
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -96,13 +97,15 @@ class _Applied(nn.Module):
 
 
 def _slopes(module: nn.Module, images: list[Tensor], draw: torch.Generator, bound: float) -> Measured:
+    slack = 1e-6 * bound  # differences of numbers near 1 lose digits, and torch's hardsigmoid has a slope in float32
+    slack = 1e-6 * bound  # differences of numbers near 1 lose digits, and torch's hardsigmoid has a slope in float32
     for x in images:
         jacobian = torch.autograd.functional.jacobian(lambda at: module(at).flatten(), x)
-        yield "the norm of a Jacobian", torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2), bound, 0.0
+        yield "the norm of a Jacobian", torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2), bound, slack
         near = (x + 0.1 * torch.randn(x.shape, generator=draw, dtype=torch.float64)).clamp(0, 1)
         with torch.no_grad():
             quotient = (module(x) - module(near)).norm() / (x - near).norm().clamp_min(1e-300)
-        yield "a quotient of differences", quotient, bound, 0.0
+        yield "a quotient of differences", quotient, bound, slack
 
 
 @torch.no_grad()
@@ -132,35 +135,42 @@ def _nodes(module: nn.Module, images: list[Tensor], question: str) -> Iterator[t
 def _remainders(module: nn.Module, images: list[Tensor], draw: torch.Generator) -> Measured:
     for node, values in _nodes(module, images, "remainder"):
         distinct = list(dict.fromkeys(node.operands))
-        at = tuple(values[o] for o in distinct)
-        rule = remainder_of(node)
-        known: Any = rule and rule(node, [values[o][None] for o in node.operands], values[node][None])
+        deltas, rho = _deviations([values[o] for o in distinct], draw)
+        at = {o: values[o].expand(len(rho), *values[o].shape).clone() for o in (*distinct, node)}
+        nominal = tuple(at[o] for o in distinct)
 
         def evaluate(*operands: Tensor, node: Node = node, distinct: list[Node] = distinct) -> Tensor:
             return run((node,), dict(zip(distinct, operands, strict=True)))[node]
 
-        for radius in _RADII:
-            for delta in _deviations(at, radius, draw):
-                base, linear = torch.func.jvp(evaluate, at, delta)[:2]
-                rest = evaluate(*(x + d for x, d in zip(at, delta, strict=True))) - base - linear
-                slack = 1e-12 * (1 + base.abs().sum() + linear.abs().sum())
-                if known is None:
-                    yield f"{node.name} is registered as linear; its remainder", rest.norm(), 0.0, 1e3 * slack
-                    continue
-                rho = [torch.tensor([radius], dtype=torch.float64) for _ in node.operands]
-                what = f"the remainder of {node.name}: its"
-                yield f"{what} norm", rest.norm(), known.norm(rho), slack
-                yield f"{what} part against a direction", rest.norm() ** 2, known.against(-rest[None])(rho), slack
+        base, linear = torch.func.jvp(torch.vmap(evaluate), nominal, deltas)[:2]
+        moved = torch.vmap(evaluate)(*(x + d for x, d in zip(nominal, deltas, strict=True)))
+        rest = torch.where(moved == base, 0.0, moved - base) - linear  # masked entries are −∞
+        size, sizes = _norms(rest), _norms(base.nan_to_num(neginf=0)) + _norms(linear)
+        slack = 1e-12 * (1 + math.sqrt(node.entries) * sizes)
+        rule = remainder_of(node)
+        if rule is None:
+            yield f"{node.name} is registered as linear; its remainder", size, 0.0, 1e3 * slack
+            continue
+        known, radii = rule(node, [at[o] for o in node.operands], at[node]), [rho] * len(node.operands)
+        yield f"the remainder of {node.name}: its norm", size, known.norm(radii), slack
+        what = f"the remainder of {node.name}: its part against a direction"
+        yield what, size**2, known.against(-rest)(radii), slack
 
 
-def _deviations(at: tuple[Tensor, ...], radius: float, draw: torch.Generator) -> Iterator[tuple[Tensor, ...]]:
-    """Deviations of norm ``radius``: random ones, and both signs of those in a single entry of each operand."""
-    for _ in range(5):
-        drawn = [torch.randn(x.shape, generator=draw, dtype=torch.float64) for x in at]
-        yield tuple(radius * d / d.norm().clamp_min(1e-300) for d in drawn)
-    for place in range(min(16, max(x.numel() for x in at))):
-        for sign in (radius, -radius):
-            yield tuple(sign * (torch.arange(x.numel()) == place % x.numel()).double().reshape(x.shape) for x in at)
+def _norms(values: Tensor) -> Tensor:
+    return values.reshape(len(values), -1).norm(dim=1)
+
+
+def _deviations(at: list[Tensor], draw: torch.Generator) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Deviations of all operands, random ones and both signs of single entries, and their norms."""
+    deltas = []
+    for x in at:
+        drawn = torch.randn(5, x.numel(), generator=draw, dtype=torch.float64)
+        entries = torch.arange(max(x.numel() for x in at))[:16] % x.numel()
+        single = F.one_hot(entries, x.numel()).double()
+        unit = torch.cat([F.normalize(drawn, dim=1), single, -single])
+        deltas.append(torch.cat([radius * unit for radius in _RADII]).reshape(-1, *x.shape))
+    return tuple(deltas), torch.tensor(_RADII, dtype=torch.float64).repeat_interleave(len(deltas[0]) // len(_RADII))
 
 
 @torch.no_grad()
