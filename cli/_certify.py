@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lipcert.errors import InputError
-from lipcert.inputs.files import check_unlocked
+from lipcert.inputs.files import check_rows
 from lipcert.inputs.sources import BUNDLED, Source
 from lipcert.settings import CertifySettings, parse_memory
 
@@ -98,7 +98,8 @@ def certify(
         raise InputError(
             f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or {BUNDLED}"
         )
-    check_unlocked(out)
+    if out is not None and not several_models:
+        check_rows(out)
     start(*asked_source.files, classes, labels, data=data)
     from . import _certifying
 

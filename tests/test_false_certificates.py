@@ -924,9 +924,9 @@ def from_file(path):
 
 
 # What is called like a function: torchao and lipcert_x are other packages than torch and lipcert.
-LINEAR = from_file("x.py")
+OF_FILE = from_file("x.py")
 CALLED = (
-    functools.partial(LINEAR), functools.lru_cache(LINEAR), types.MethodType(lambda _self, *x: LINEAR(*x), 1),
+    functools.partial(OF_FILE), functools.lru_cache(OF_FILE), types.MethodType(lambda _self, *x: OF_FILE(*x), 1),
     Louder30.apply, *(from_file(one.__file__.replace(f"{os.sep}__init__", f"{end}{os.sep}ops"))
                       for one, end in ((torch, "ao"), (lipcert, "_x"))),
 )  # fmt: skip

@@ -249,7 +249,7 @@ def test_weights_before_training_are_noticed(name):
 
 # Of torchrun, of benchmarks.papers, of timm's scripts, whose names are refused with ours, and a property of CSS.
 FOREIGN = {"--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--paper", "--table", "--scale", "--num-classes",
-           "--img-size", "--in-chans", "--pretrained", "--page"}  # fmt: skip
+           "--img-size", "--in-chans", "--pretrained", "--page", "--orphan"}  # fmt: skip
 
 
 def test_every_option_that_a_message_or_a_page_names_exists():

@@ -20,6 +20,8 @@ except ImportError:  # Windows
 
 # What files of weights are called.
 WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
+# The end of the name of every file of rows, so that no two files share a summary.
+ROWS = ".jsonl"
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
 KINDS = {"torch": None, "hfds": "datasets"}
 # What mounts without a rename over an existing file answer.
@@ -61,9 +63,21 @@ def lock(file: int, path: Path, shared: bool = False) -> bool:
     return True
 
 
-def check_unlocked(path: Path | None) -> None:
-    """Refuses a file of results that another process writes; None passes."""
-    if path is not None and path.is_file():
+def check_name(path: Path) -> None:
+    """Raises InputError for a path that cannot hold rows."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give a file in it, such as {path / 'r.jsonl'}")
+    if path.suffix != ROWS or (path.exists() and not path.is_file()):
+        raise InputError(f"{path} cannot hold the rows; give a file whose name ends in {ROWS}, such as results{ROWS}")
+    above = next(one for one in path.absolute().parents if one.exists())
+    if not above.is_dir():
+        raise InputError(f"cannot write {path}: {above} is no folder")
+
+
+def check_rows(path: Path) -> None:
+    """Refuses a path that cannot hold rows, and a file of rows that another process writes."""
+    check_name(path)
+    if path.is_file():
         with suppress(OSError), path.open("rb") as file:  # of a file that cannot be read more is said later
             lock(file.fileno(), path, shared=True)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from lipcert.errors import InputError
 from lipcert.inputs.data import Images
-from lipcert.inputs.files import lock, occupied, replacing
-from lipcert.results._reading import check_name, read_earlier, summary_path
+from lipcert.inputs.files import check_name, lock, occupied, replacing
+from lipcert.results._reading import read_earlier, summary_path
 from lipcert.results._statistics import Tally
 
 _FEW = 8  # rows that say whether a file is about the same images

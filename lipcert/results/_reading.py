@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lipcert.errors import InputError
 from lipcert.inputs.classes import printable
 from lipcert.inputs.data import order_of
+from lipcert.inputs.files import ROWS, check_name
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_logits
 from lipcert.results._statistics import Tally, interval, share
@@ -29,7 +30,6 @@ from lipcert.settings import NAMES, STAGED, CertifySettings, noise_fields, parse
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
 _IDENTITY = ("model", "preprocessing", *_SETTINGS, "lipcert")
 _VERSIONS = ("torch", "timm")
-ROWS = ".jsonl"  # the end of the name of every file of rows, so that no two files share a summary
 _LISTED = 4
 
 
@@ -297,14 +297,6 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
         if run.name in shared:
             run.name = printable(run.path.with_suffix("").as_posix())
     return runs
-
-
-def check_name(path: Path) -> None:
-    """Raises InputError for a path that cannot hold rows."""
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give a file in it, such as {path / 'r.jsonl'}")
-    if path.suffix != ROWS or (os.path.exists(path) and not path.is_file()):
-        raise InputError(f"{path} cannot hold the rows; give a file whose name ends in {ROWS}, such as results{ROWS}")
 
 
 def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:

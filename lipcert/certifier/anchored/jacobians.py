@@ -29,8 +29,8 @@ from lipcert.roundoff import Pair
 
 # A Jacobian with at most this many rows or columns is computed in full, which takes fewer products than Lanczos.
 FEW = 64
-# Row norms are computed exactly for at most this many rows, or rows with at most this many entries, which takes fewer
-# products than a probabilistic bound.
+# A probabilistic bound on row norms takes this many products. Rows with at most so many entries are computed in full,
+# and up to twice as many rows, each of which takes one backward pass where a product takes two.
 PROBES = 256
 # For affine paths, which are the same for all images: Jacobians with at most so many columns are computed in full.
 LONG = 4096
@@ -170,7 +170,7 @@ class Jacobians:
 
     def explicit_rows(self, a: Node, b: Node) -> bool:
         """Whether the largest norm of a row is computed from the entries: of an affine path, once for all images."""
-        few = min(a.entries, b.entries) <= PROBES
+        few = a.entries <= PROBES or b.entries <= 2 * PROBES
         return self.deterministic or few or (a.entries <= LONG and self.network.affine_path(a, b))
 
     def operator(
@@ -278,7 +278,7 @@ class Jacobians:
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
             jacobian = self.operator(a, b, part, several=True)
             count, device = len(part[a]), part[a].device
-            if rows <= PROBES:
+            if rows <= 2 * PROBES:
                 norms.append(written_row_norms(jacobian.adjoint, count, rows, block=block, device=device))
             elif draw is None:
                 norms.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))

@@ -34,7 +34,7 @@ ROUNDS = 4
 # The largest number of entries in the values of rival classes examined together, 256 MiB.
 _ENTRIES = 2**25
 # Below this many floating-point operations for the norms of an image, radii are full in any case.
-FULL = 4e9
+FULL = 2e10
 # What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.
 _SEARCHED = 50
 

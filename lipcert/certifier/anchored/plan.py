@@ -104,10 +104,12 @@ class NormPlan:
 
     @property
     def work(self) -> float:
-        """An estimate of the floating-point operations for the norms of an image."""
-        norms = sum(self.work_of(a, b) for a, b in self.computed)
-        norms += sum(self.work_of(a, v.operands[0]) for a, v in self.weighted if not self.covers(a, v))
-        return norms + sum(self.work_of(a, b, peak=True) for a, b in self.computed_peaks) + self.work_of_links
+        """An estimate of the floating-point operations for the norms of an image; affine paths are left out."""
+        norms = [(a, b, False) for a, b in self.computed]
+        norms += [(a, v.operands[0], False) for a, v in self.weighted if not self.covers(a, v)]
+        norms += [(a, b, True) for a, b in self.computed_peaks]
+        own = (one for one in norms if not self.network.affine_path(*one[:2]))
+        return sum(self.work_of(a, b, peak=peak) for a, b, peak in own) + self.work_of_links
 
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
         """Work of one norm, or with ``peak`` for the largest norm of a row."""
@@ -175,5 +177,5 @@ def _work_of(node: Node) -> float:
 
 def _passes(a: Node, b: Node, peak: bool) -> int:
     """The usual number of products for ‖G(a → b)‖, or with ``peak`` for the largest norm of a row."""
-    few = min(a.entries, b.entries, PROBES)
-    return few if peak or few <= FEW else _PASSES
+    few = min(a.entries, b.entries)
+    return min(few, PROBES) if peak else few if few <= FEW else _PASSES
