@@ -60,18 +60,13 @@ class Advice(NamedTuple):
         return [("next", self.command), *([("because", self.reason)] if self.reason else []), *others]
 
 
-def _without(option: str, words: Sequence[str]) -> list[str]:
-    """Words without an option that has a value, and which finetune has not."""
-    return [word for before, word in zip(["", *words], words, strict=False) if option not in (before, word)]
-
-
 def advise(status: Status) -> Advice:
     """What to do next."""
     data = ["--data", status.data or "IMAGES", *status.lists]
     # Images that were certified measure a network, so they are not those that it is trained on.
     train = ["--data", "TRAIN"] if status.images or not status.data or "--labels" in status.lists else data
     train = [*train, "--eps", status.eps]
-    model = _without("--interpolation", status.model)
+    model = status.model
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:

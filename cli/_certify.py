@@ -12,7 +12,7 @@ import typer
 from lipcert.errors import InputError
 from lipcert.inputs.files import check_rows
 from lipcert.inputs.sources import BUNDLED, Source
-from lipcert.settings import CertifySettings, parse_memory
+from lipcert.settings import CertifySettings
 
 from ._commands import OUTPUT
 from ._options import (
@@ -47,9 +47,6 @@ def certify(
     limit: Limit = None,
     shard: Annotated[
         str | None, typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.")
     ] = None,
     workers: Annotated[
         int | None,
@@ -88,7 +85,6 @@ def certify(
         raise InputError("--out and --no-out contradict each other; give one of them")
     part = None if shard is None else parse_shard(shard)
     until = time.monotonic() + parse_duration(time_budget)
-    size = None if memory is None else parse_memory(memory)
     names: Sequence[str | None] = models or [None]
     several_models = len(names) > 1
     if several_models and asked_source.checkpoint is not None:
@@ -114,7 +110,6 @@ def certify(
             lists={"classes": classes, "labels": labels},
             limit=limit,
             shard=part,
-            memory=size,
             workers=workers,
             until=until,
             out=out,
@@ -138,7 +133,6 @@ class Plan:
     lists: Mapping[str, Any]
     limit: int | None
     shard: tuple[int, int] | None
-    memory: float | None
     workers: int | None
     until: float
     out: Path | None

@@ -267,7 +267,7 @@ def _certify_with(
         _triage(loaded, settings, images)
     before = time.perf_counter()
     with progress("reading the network") as update:
-        certifier = certifier_for(loaded, settings, progress=update, memory=plan.memory)
+        certifier = certifier_for(loaded, settings, progress=update)
     preparation = round(time.perf_counter() - before, 3)
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
@@ -281,7 +281,7 @@ def _certify_with(
 
     def started(rows: int) -> None:
         if isinstance(certifier, Certifier):
-            _show_methods(certifier, plan.memory)
+            _show_methods(certifier)
             loose = settings.method == STAGED and status.log10 is not None and status.log10 > LOOSE
             if loose and len(images) > _BUNDLED:
                 say(f"note: bounds as loose as these certify nothing of use; instead: {advise(status).command}")
@@ -379,7 +379,7 @@ def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
     say(f"{images_seen}: {correct}{limits}")
 
 
-def _show_methods(certifier: Certifier, memory: float | None) -> None:
+def _show_methods(certifier: Certifier) -> None:
     """Prints the estimated time and memory of each method, and why others are skipped."""
     passes = _PASSES * certifier.subject.flops / Method.rate
     costs = [
@@ -388,8 +388,6 @@ def _show_methods(certifier: Certifier, memory: float | None) -> None:
     ]
     costs = [cost.replace("up to <", "<") for cost in costs]
     say(f"estimated per image: {'; '.join(costs)}; images at once: at most {certifier.together}")
-    if memory is not None and memory < max(method.memory for method in certifier.methods.values()):
-        say("note: one image takes more than --memory; images are certified one by one")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)

@@ -55,7 +55,7 @@ class TrainingImages:
             object.__setattr__(self, "mix_ratio", None)
 
 
-@options_of(("interpolation",), settings=FinetuneSettings, source=ModelOptions, images=TrainingImages)
+@options_of(settings=FinetuneSettings, source=ModelOptions, images=TrainingImages)
 def finetune(
     settings: functools.partial[FinetuneSettings],
     source: Callable[..., ModelOptions],

@@ -24,7 +24,7 @@ NAMED = 3
 MARGIN, PIXEL_STEP = 10.0, 1 / 255
 
 
-@options_of(("crop_pct", "interpolation"), source=ModelOptions)
+@options_of(("crop_pct",), source=ModelOptions)
 def inspect(
     source: Callable[..., ModelOptions],
     model: ModelName = None,

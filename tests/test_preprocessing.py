@@ -76,16 +76,16 @@ def test_what_is_told_is_what_timm_does(images, mode, crop):
 
 
 def test_the_summary_the_report_and_the_card_say_it(images):
-    changes = ["--crop-pct", "0.5", "--mean", "0.25", "--std", "0.5,0.5,0.5", "--interpolation", "nearest"]
+    changes = ["--crop-pct", "0.5", "--mean", "0.25", "--std", "0.5,0.5,0.5"]
     command = ["certify", "bundled", "--eps", "1e-6", "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
     told = run(*command, *changes).stderr
-    words = "resize to 16×16, crop 8×8, nearest; mean 0.25; std 0.5"
+    words = "resize to 16×16, crop 8×8, bicubic; mean 0.25; std 0.5"
     assert f"images: 12×16 → {words}\n" in told
     assert "note: the images are enlarged: ε and radii are measured on the resized images" in told
     assert "note: centre crop discards" in told
     known = json.loads(Path("r.summary.json").read_text())["preprocessing"]
     assert (known["mean"], known["std"]) == ([0.25] * 3, [0.5] * 3)
-    assert (known["crop_pct"], known["interpolation"], known["input_size"]) == (0.5, "nearest", [3, 8, 8])
+    assert (known["crop_pct"], known["interpolation"], known["input_size"]) == (0.5, "bicubic", [3, 8, 8])
     assert "4 of 4" in run("verify", "bundled", "r.jsonl").stdout  # the same preprocessing is taken from the summary
     assert "other model, preprocessing" in run(*command, code=2).stderr
     runs = read_runs(["r.jsonl"])

@@ -33,7 +33,7 @@ class Preprocessing:
     std: Sequence[float] | str | None = _option("Standard deviation of the normalisation, likewise.", None)
     crop_pct: float | None = _option("Centre crop, as a fraction of the side of the resized image.", None, float | None)
     input_size: Sequence[int] | str | None = _option("Height and width of the network's input: 224, or 224,192.", None)
-    interpolation: str | None = _option("Interpolation for resizing.", None, choices=INTERPOLATIONS)
+    interpolation: str | None = _option("Interpolation for resizing.", None, choices=INTERPOLATIONS, python=True)
 
     def __post_init__(self) -> None:
         check(self)
