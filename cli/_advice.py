@@ -60,6 +60,13 @@ class Advice(NamedTuple):
         return [("next", self.command), *([("because", self.reason)] if self.reason else []), *others]
 
 
+def random_weights(stored: bool) -> str:
+    """What to do about weights that are random, or stored in a file as if they were."""
+    if stored:
+        return "as of a new network, though from a file: train them (lipcert finetune), or give another --checkpoint"
+    return "random: train them (lipcert finetune), or give trained ones with --checkpoint FILE"
+
+
 def advise(status: Status) -> Advice:
     """What to do next."""
     data = ["--data", status.data or "IMAGES", *status.lists]
@@ -74,7 +81,7 @@ def advise(status: Status) -> Advice:
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if status.random:
-        return Advice("", "random: train them (lipcert finetune), or give trained ones with --checkpoint FILE")
+        return Advice("", random_weights("--checkpoint" in status.model))
     if status.original and (loose or status.log10 is None):
         taught = ["--teacher", status.original[0]] if len(status.original) == 1 else []
         smoothed = replace(status, model=status.original, original=())

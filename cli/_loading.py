@@ -24,7 +24,7 @@ from lipcert.model import Model
 from lipcert.numerics import keep_freed
 from lipcert.smoothing import Denoised
 
-from ._advice import Status
+from ._advice import Status, random_weights
 from ._options import ModelOptions, Weights
 from ._parse import parse_model_args
 from ._print import busy, say, typed, words_of
@@ -64,7 +64,7 @@ def load_model(
             reason = str(error).partition(";")[0]
             raise LoadError(f"{reason}; with a file of its weights: {typed('--checkpoint', 'FILE')}") from error
     if not (asked.no_pretrained or new_head) and untrained(loaded.net, asked):
-        say("note: the weights are random: train them (lipcert finetune), or give trained ones with --checkpoint FILE")
+        say(f"note: the weights are {random_weights(asked.checkpoint is not None)}")
     if denoiser is not None:
         loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
     asked.apply(loaded)

@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 from typing import Any
 
 from lipcert.errors import InputError
@@ -37,7 +38,7 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for pair in (text or "").split():
         key, equals, value = pair.partition("=")
-        if not equals or not key.isidentifier():
+        if not equals or not key.isidentifier() or re.search(r",\w+=", value):
             raise InputError(f"--model-args takes KEY=VALUE pairs with spaces between, got {pair!r}")
         if key in _NO_MODEL_ARGS:
             raise InputError(

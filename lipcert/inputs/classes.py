@@ -11,14 +11,16 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
-from lipcert.errors import InputError, shortened
+from lipcert.errors import InputError, first_line, shortened
+from lipcert.inputs.files import listing, printable
+from lipcert.inputs.formats import told
 
 _FILE_COLUMNS = ("filename", "file_name", "file", "path", "image", "image_id", "img", "id", "name")
 _LABEL_COLUMNS = ("label", "labels", "class_id", "class", "target", "category")
-_SHOWN = 4
 _DIGITS = re.compile("[0-9]+")
 _WNID = re.compile(r"n\d{8}")
 
@@ -26,16 +28,6 @@ _WNID = re.compile(r"n\d{8}")
 def composed(name: str) -> str:
     """A name as text whose accents are composed: those of file systems and lists may be decomposed."""
     return unicodedata.normalize("NFC", printable(name))
-
-
-def printable(name: str) -> str:
-    """A file's name as text that every output can hold; bytes that are no UTF-8 are written as ``\\xe9``."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-def listing(names: Sequence[str]) -> str:
-    """The first few names."""
-    return ", ".join(printable(shortened(name)) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whose: str) -> dict[str, int]:
@@ -120,7 +112,7 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
 def _of_json(text: str, path: str | os.PathLike[str]) -> dict[str, int]:
     """Names and numbers of a JSON list, or of an object in either direction, as the ``id2label`` of a hub's model."""
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_once)
         if isinstance(content, dict) and isinstance(content.get("id2label"), dict):
             content = content["id2label"]
         if isinstance(content, list):
@@ -130,8 +122,16 @@ def _of_json(text: str, path: str | os.PathLike[str]) -> dict[str, int]:
         return {str(value[0] if isinstance(value, list) else value): int(key) for key, value in content.items()}
     except (AttributeError, IndexError, ValueError) as error:
         raise InputError(
-            f"{path} is no list of classes; it takes a list of names, names with their numbers, or numbers with names"
+            f"{path} is no list of classes ({first_line(error)}); give a JSON list of names, or an object of names and "
+            "their numbers"
         ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which json.loads would keep the last of two equal names."""
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return dict(pairs)
 
 
 class LabelList:
@@ -140,13 +140,22 @@ class LabelList:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         text = _text(self.path)
-        sign = next((sign for sign in "\t;," if sign in text.lstrip().partition("\n")[0]), " ")
+        if text.lstrip().startswith(("{", "[")):
+            raise InputError(f"{path} is JSON; write the labels as CSV, with columns filename and label")
+        if said := re.match(r"sep=(.)\r?\n", text):  # by Excel
+            text = text[said.end() :]
+        sign = said[1] if said else next((sign for sign in "\t;," if sign in text.lstrip().partition("\n")[0]), " ")
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text), delimiter=sign) if any(row)]
         head = [cell.lower() for cell in rows[0]] if rows else []
         file = next((head.index(name) for name in _FILE_COLUMNS if name in head), None)
-        label = next((head.index(name) for name in _LABEL_COLUMNS if name in head), None)
+        found = [number for name in _LABEL_COLUMNS for number, other in enumerate(head) if other == name]
+        label = found[0] if found else None
+        self.described = str(path)
         if file is not None and label is not None:
             rows = rows[1:]
+            if len(found) > 1:
+                others = listing([f"{head[number]} (column {number + 1})" for number in found[1:]])
+                self.described += f", by its column {label + 1}, {head[label]}, and not by {others}"
         elif rows and all(len(row) == 2 and os.path.splitext(row[0])[1] for row in rows):
             file, label = 0, 1
         else:
@@ -156,15 +165,9 @@ class LabelList:
             )
         self.labels: dict[str, str] = {}
         for row in rows:
-            if len(row) <= max(file, label):
-                raise InputError(
-                    f"{path} has a line of {len(row)} columns, which lacks some: {shortened(','.join(row))}"
-                )
-            name = composed(row[file].replace("\\", "/").removeprefix("./"))
-            if re.search("[;|]", row[label]):
-                raise InputError(f"{path} has several labels for {shortened(name)}: {shortened(row[label])}; give one")
-            if self.labels.setdefault(name, row[label]) != row[label]:
-                raise InputError(f"{path} has two labels for {shortened(name)}; keep one")
+            if len(row) > max(file, label):
+                name = composed(row[file].replace("\\", "/").removeprefix("./"))
+                self.labels[name] = ";".join(dict.fromkeys((self.labels.get(name, row[label]), row[label])))
         self.keys = {name: name for name in self.labels}
         for part in (0, 1):  # without its suffix, then without its folders
             short = {name: (os.path.splitext(name)[0], os.path.basename(name))[part] for name in self.keys}
@@ -183,6 +186,10 @@ class LabelList:
             key = next((self.keys[one] for one in tries if one in self.keys), None)
             if key is None or not self.labels[key]:
                 missing.append(name)
+            elif re.search("[;|]", self.labels[key]):
+                raise InputError(
+                    f"{self.path} has several labels for {shortened(key)}: {shortened(self.labels[key])}; keep one"
+                )
             elif keys.setdefault(key, name) != name:
                 files = f"{shortened(keys[key])} and {shortened(name)}"
                 raise InputError(f"{self.path} has one label, of {shortened(key)}, for {files}; give it their paths")
@@ -220,6 +227,9 @@ class LabelList:
 
 def _text(path: Path) -> str:
     try:
+        with path.open("rb") as file:
+            if known := told(file, path):
+                raise InputError(known)
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text in UTF-8: save it as such"

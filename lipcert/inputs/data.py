@@ -29,9 +29,10 @@ from torch.utils.data import Dataset
 from torchvision.transforms import Compose, Normalize
 
 from lipcert.errors import InputError, first_line, shortened
-from lipcert.inputs.classes import LabelList, composed, number_by_name, printable
-from lipcert.inputs.files import is_named_data, place_of
+from lipcert.inputs.classes import LabelList, composed, number_by_name
+from lipcert.inputs.files import is_named_data, place_of, printable
 from lipcert.inputs.folders import SUFFIXES, Files, ImageFiles, Purpose, in_folder, in_tar
+from lipcert.inputs.formats import told
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.named_data import open_named
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
@@ -397,9 +398,13 @@ class _ReadImages(Images):
                     return self.transform(image), label
         except Exception as error:
             reason = first_line(error)
-            if isinstance(error, UnidentifiedImageError):  # its text is a Python object
-                reason = "it is damaged, or no image of a known format"
             remedy = "resize it" if isinstance(error, Image.DecompressionBombError) else "repair or remove it"
+            if isinstance(error, UnidentifiedImageError):  # its text is a Python object
+                reason, known = "it is damaged, or no image of a known format", None
+                with contextlib.suppress(Exception), self.reader[self._place(index)][0] as file:
+                    known = told(file, self._name(index))
+                if known:
+                    raise InputError(known) from error
             raise InputError(f"cannot read the image {self._name(index)}: {reason}; {remedy}") from error
 
     def sizes(self, count: int) -> list[tuple[int, int]]:
@@ -428,17 +433,26 @@ def _opened(file: Any) -> Image.Image:
     return Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
+def _told(path: Path) -> str | None:
+    with path.open("rb") as file:
+        return told(file, path)
+
+
 def _files_of(path: Path, spec: str) -> Files:
     """The images of a folder, an archive, or a file that is one."""
     if path.is_file() and path.suffix.lower() in SUFFIXES:
         return Files(spec, lambda name: path.open("rb"), [path.name])
     if not path.is_dir() and path.suffix.lower() != ".tar":
-        raise InputError(f"{spec} is neither an image nor a folder or a .tar of images; archives are unpacked first")
+        raise InputError(
+            _told(path) or f"{spec} is neither an image nor a folder or a .tar of images; give one of them"
+        )
     try:
         files = in_folder(path, spec) if path.is_dir() else in_tar(path, spec)
     except (tarfile.TarError, OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
+        if path.is_file() and (known := _told(path)):
+            raise InputError(known) from error
         raise InputError(
             f"{spec} is no uncompressed tar file, or is damaged: {first_line(error)}; copy it again, or unpack it"
         ) from error

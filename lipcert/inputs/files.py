@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,10 +23,19 @@ except ImportError:  # Windows
 WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 # The end of the name of every file of rows, so that no two files share a summary.
 ROWS = ".jsonl"
+_SHOWN = 4  # names in a message
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
 KINDS = {"torch": None, "hfds": "datasets"}
-# What mounts without a rename over an existing file answer.
-_NO_RENAME = {errno.EPERM, errno.EACCES, errno.EEXIST, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+def printable(name: str) -> str:
+    """A file's name as text that every output can hold; bytes that are no UTF-8 are written as ``\\xe9``."""
+    return re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", name)
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first few names."""
+    return ", ".join(printable(shortened(name)) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
 def no_file(path: str | os.PathLike[str], more: str = "") -> LoadError:
@@ -35,6 +45,13 @@ def no_file(path: str | os.PathLike[str], more: str = "") -> LoadError:
         more = more or "; download it first, and give its path"
     elif os.path.islink(path):
         more = f": it is a link to {shortened(os.readlink(path))}, which does not exist; copy the file itself"
+    elif os.path.exists(path):
+        more = ": it is a pipe or a device; write what it gives to a file"
+    elif not more:
+        with suppress(OSError):
+            folder, base = os.path.split(path)
+            close = difflib.get_close_matches(base, os.listdir(folder or "."), 1)
+            more = f"; the folder has {shortened(close[0])}" if close else ""
     return LoadError(f"there is no file {name}{more}")
 
 
@@ -103,10 +120,11 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives an empty file in the folder of ``path`` that takes its place when the block ends without an error.
 
     The file is created with O_EXCL under a random name, so in a folder in which others may write, no link that waits
-    under a known name is followed, and no file of theirs is written to. Where a mount cannot rename over a file, the
-    content is copied.
+    under a known name is followed, and no file of theirs is written to. Where a file cannot be renamed over another, as
+    on some mounts, its content is copied; where nothing can be created beside a file, it is written elsewhere first.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    beside = not path.is_file() or os.access(path.parent, os.W_OK)
+    handle, name = tempfile.mkstemp(".partial", f".{path.name[:40]}.", path.parent if beside else None)
     os.close(handle)
     partial = Path(name)
     try:
@@ -118,7 +136,7 @@ def replacing(path: Path) -> Iterator[Path]:
         try:
             os.replace(partial, path)
         except OSError as error:
-            if error.errno not in _NO_RENAME or path.is_symlink():
+            if error.errno in (errno.ENOSPC, errno.EDQUOT) or path.is_symlink():
                 raise
             shutil.copyfile(partial, path)
     finally:

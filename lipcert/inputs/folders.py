@@ -21,12 +21,11 @@ from lipcert.inputs.classes import (
     are_wordnet_ids,
     composed,
     imagenet_names,
-    listing,
     natural,
     number_by_name,
-    printable,
     read_classes,
 )
+from lipcert.inputs.files import listing, printable
 
 Purpose = Literal["train", "certify"]
 
@@ -45,6 +44,10 @@ _WORDS = {
 _SPLITS = {split: rf"(?:{words})[\W_]?(?:set|data|images)?" for split, words in _WORDS.items()}
 # The splits that a purpose takes, in this order.
 WANTED = {"train": ("train",), "certify": ("val", "test", "train")}
+# Folders of macOS, Windows, Linux and disk stations, of copies and of what was deleted.
+_OF_SYSTEMS = frozenset(
+    ("__MACOSX", "System Volume Information", "$RECYCLE.BIN", "lost+found", "@eaDir", "#recycle", "#snapshot")
+)
 # Folders that hold all images of a data set, and are no class.
 _CONTAINERS = frozenset(("images", "image", "imgs", "img", "data", "dataset"))
 
@@ -90,8 +93,8 @@ class Files:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether a file is hidden, as are those that macOS leaves in archives."""
-    return name.startswith(".") or name == "__MACOSX"
+    """Whether a file is hidden, or a folder is of an operating system or a disk station."""
+    return name.startswith(".") or name in _OF_SYSTEMS
 
 
 def in_folder(folder: Path, spec: str) -> Files:
@@ -130,9 +133,10 @@ def in_tar(path: Path, spec: str) -> Files:
         if not parts or ".." in parts or any(map(_is_hidden, parts)):
             continue
         files.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + member.isdir())}
-        if not member.isdir() and (name := "/".join(parts)) not in members:
-            members[name] = member
-            files.add(name, member.isfile() or member.islnk())
+        if not member.isdir():
+            if (name := "/".join(parts)) not in members:
+                files.add(name, member.isfile() or member.islnk())
+            members[name] = member  # of two the later one, as tar unpacks them
     assert archive.fileobj is not None
     archive.fileobj.seek(archive.offset)
     if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile does not miss what is cut off
@@ -196,7 +200,11 @@ class ImageFiles:
         names = self.files.tops()
         beside = sum("/" not in path for path in self.samples)
         if 0 < beside < len(self.samples):
-            raise InputError(f"{self.files.spec} has images both in class folders and beside them; move them apart")
+            one = printable(next(path for path in self.samples if "/" not in path))
+            raise InputError(
+                f"{self.files.spec} has class folders, and {beside} of {len(self.samples)} images beside them, such as "
+                f"{one}; move these into the folder of their class, or elsewhere"
+            )
         named = (self.known or self.trained) and names[0].lower() not in _CONTAINERS if names else False
         if beside or (len(names) == 1 and classes is None and not named):
             if classes is not None:
@@ -262,10 +270,10 @@ class ImageFiles:
             self.notes.append(f"the labels in {labels.path} are hidden (-1): they are left out")
             return
         if classes is None and (numbers := labels.numbers(listed, self.count)) is not None:
-            self.targets, self.labels_by = numbers, str(labels.path)
+            self.targets, self.labels_by = numbers, labels.described
             return
         named = self._numbers(natural([*{*labels.labels.values()} - {""}]), {*listed}, classes)
-        self.targets, self.labels_by = [named[label] for label in listed], f"{labels.path}, {self.labels_by}"
+        self.targets, self.labels_by = [named[label] for label in listed], f"{labels.described}, {self.labels_by}"
 
     def __len__(self) -> int:
         return len(self.samples)

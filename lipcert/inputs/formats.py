@@ -1,21 +1,22 @@
-"""What a file or folder is that is given as weights: told by its content, not by its name, and without torch.
+"""What a file or folder is that is not what its reader takes: told by its content, not by its name, without torch.
 
-Two formats are read: safetensors, and what ``torch.save`` writes. Each other one has a sentence here, which says what
-it is and how to get weights out of it; ``{path}`` in it is the file or folder, ``{folder}`` the folder of a file.
+Weights are read from two formats: safetensors, and what ``torch.save`` writes. Each other one has a sentence here that
+says what it is and how to get weights out of it; ``{path}`` in it is the file or folder, ``{folder}`` the folder of a
+file. The sentences of ``_ANY`` are for images and lists, too.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
 import shlex
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from lipcert.errors import LoadError, first_line, shortened
+from lipcert.inputs.files import listing
 
 Reader = Literal["safetensors", "zip", "pickle"]
 
@@ -24,11 +25,15 @@ _HEAD = 512
 _LEGACY = bytes.fromhex("8a0a6cfc9c46f9206aa85019")
 _PYTHON = "python -c \"import sys, torch; torch.save({}, 'weights.pth')\" {{path}}"
 _TRUSTED = "; if you trust it, convert it by Python, which then runs what it holds: " + _PYTHON
-RESAVE = _TRUSTED.format("torch.load(sys.argv[1], weights_only=False)")
-STATE = _TRUSTED.format("torch.load(sys.argv[1], weights_only=False).state_dict()")
+_LOADED = "torch.load(sys.argv[1], weights_only=False)"
+RESAVE = _TRUSTED.format(_LOADED)
+STATE = _TRUSTED.format(_LOADED + ".state_dict()")
 PART = "; if they are under one of its keys and you trust the file, save them alone: " + _PYTHON.format(
-    "torch.load(sys.argv[1], weights_only=False)['KEY']"
+    _LOADED + "['KEY']"
 )
+_TENSORS = "torch.utils._pytree.tree_map(lambda x: torch.tensor(x) if hasattr(x, 'dtype') else x, {})"
+ARRAYS = _TRUSTED.format(_TENSORS.format(_LOADED))
+_NUMPY = _PYTHON.format(_TENSORS.format("dict(numpy.load(sys.argv[1]))")).replace("import", "import numpy,")
 _MADE_OF = "; give the PyTorch weights that it was made of"
 _SCRIPT = (
     "is TorchScript, which hides its operations; give a timm name, and as its checkpoint the file that "
@@ -42,48 +47,79 @@ _ONNX = (
     "is an ONNX model; give the PyTorch weights that it was exported from, or in Python the module that "
     "onnx2torch.convert makes of it"
 )
+_TENSORFLOW = "belongs to a checkpoint of TensorFlow" + _MADE_OF
 ZERO = (
     "belongs to a checkpoint of DeepSpeed ZeRO; gather its parts, beside its script: python zero_to_fp32.py . weights"
 )
 
-# By the first bytes of a file.
-_FILES: tuple[tuple[bytes, str], ...] = (
+METADATA = (
+    'has metadata that are not text, which safetensors does not allow; write the file without them: python -c "import '
+    "json, sys; b = open(sys.argv[1], 'rb').read(); n = 8 + int.from_bytes(b[:8], 'little'); h = json.loads(b[8:n]); "
+    "del h['__metadata__']; h = json.dumps(h).encode(); "
+    "open('weights.safetensors', 'wb').write(len(h).to_bytes(8, 'little') + h + b[n:])\" {path}"
+)
+
+# By the first bytes of any file.
+_ANY: tuple[tuple[bytes, str], ...] = (
     (rb"\0*$", "is empty, or holds zeros alone; download it again"),
+    (rb"\0\x05\x16\x07", "is what macOS keeps beside a file; give that, whose name has no ._ in front"),
+    (rb"bplist00", "is a property list of macOS, as iCloud leaves it in place of a file; download the file itself"),
     (rb"version https://git-lfs", "is a Git LFS pointer, not the file itself; get that by git lfs pull"),
     (rb"(\.\./|\./|/)?\S*annex/objects/", "is a git-annex pointer, not the file itself; get that by git annex get"),
     (rb"(outs|md5):\s", "is a DVC pointer, not the file itself; get that by dvc pull"),
     (rb"(?i)\s*(<!doctype html|<html|<head)", "is a web page, such as an error or a login; download the file again"),
+    (rb"(?s)\s*(<\?xml[^>]*>\s*)?<net ", "is a model of OpenVINO" + _MADE_OF),
     (rb"\s*<", "is XML, such as a server's error; download the file again"),
     (rb"\x1f\x8b", "is compressed by gzip; unpack it: gunzip {path} (of a .tar.gz: tar xf {path})"),
     (rb"BZh", "is compressed by bzip2; unpack it: bunzip2 {path} (of a .tar.bz2: tar xf {path})"),
     (rb"\xfd7zXZ", "is compressed by xz; unpack it: unxz {path} (of a .tar.xz: tar xf {path})"),
     (rb"\x28\xb5\x2f\xfd", "is compressed by Zstandard; unpack it: unzstd {path}"),
     (rb"\x04\x22\x4d\x18", "is compressed by LZ4; unpack it: unlz4 {path}"),
+    (rb"x[\x01\x5e\x9c\xda]", "is compressed by zlib, as joblib writes; save the state_dict by torch.save"),
     (rb"7z\xbc\xaf\x27\x1c", "is a 7z archive; unpack it: 7z x {path}"),
     (rb"Rar!", "is a RAR archive; unpack it: unrar x {path}"),
     (rb"(?s).{257}ustar", "is a tar archive; unpack it: tar xf {path}"),
-    (rb"\x08[\x02-\x7f][\x12\x1a\x22\x28\x32\x3a\x42]", _ONNX),
+    (rb"PK\x03\x04", "is a zip archive, as workbooks of Excel are; unpack it, or save the workbook as CSV (UTF-8)"),
+    (rb"\xd0\xcf\x11\xe0", "is a document of an older Office; save it as CSV (UTF-8)"),
+    (rb"PAR1|ARROW1|SQLite", "is a table of Parquet, Arrow or SQLite; export it as CSV, or its images as files"),
+    (rb"%PDF", "is a PDF; give the file itself"),
+    (rb"(?s).{4}ftyp", "is HEIC, AVIF or a video; convert it to PNG or JPEG images"),
+    (rb"\x7fELF|MZ|#!", "is a program; give the file itself"),
+)
+# By the first bytes of a file of weights.
+_MODELS: tuple[tuple[bytes, str], ...] = (
     (rb"\x08\x01\x12", "is a SavedModel of TensorFlow" + _MADE_OF),
+    (rb"\x08[\x01-\x0f]\x12[^\n]{1,3}\n", "is a Core ML model" + _MADE_OF),
+    (rb"\x08[\x02-\x7f][\x12\x1a\x22\x28\x32\x3a\x42]", _ONNX),
     (rb"\x89HDF\r\n\x1a\n", "is HDF5, as Keras writes it, for networks that timm does not build" + _MADE_OF),
     (rb"GGUF|gg(ml|jt|la)|lmgg|tjgg", "is GGUF or GGML of llama.cpp, mostly quantised" + _MADE_OF),
     (rb"(?s).{4}TFL3", "is a TensorFlow Lite model" + _MADE_OF),
     (rb"(?s).{4}ET\d\d", "is an ExecuTorch program" + _MADE_OF),
     (rb"ftrt|ptrt", "is an engine of TensorRT" + _MADE_OF),
-    (rb"\x93NUMPY", "is one array of NumPy; convert it to names and tensors, and save them by torch.save"),
+    (rb"\n[^\n]{1,2}\n", "is a graph of TensorFlow or Caffe" + _MADE_OF),
+    (rb"\x12\x01\0\0\0\0\0\0", "is a file of MXNet" + _MADE_OF),
+    (rb"\x93NUMPY", "is one array of NumPy, without the names of tensors; give a file of all weights with their names"),
     (rb"MATLAB", "is a file of MATLAB; convert it to names and tensors, and save them by torch.save"),
     (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF", "is an image; images are given with --data {path}"),
-    (rb"\x7fELF|MZ|#!", "is a program, and no weights"),
     (rb"\x80[\x02-\x05]|\(dp0|\(lp0", "is a pickle that torch.save did not write, whose objects are never run"
-     + _TRUSTED.format("pickle.load(open(sys.argv[1], 'rb'))").replace("import", "import pickle,")),
+     + _TRUSTED.format(_TENSORS.format("pickle.load(open(sys.argv[1], 'rb'))")).replace("import", "import pickle,")),
     (rb"[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9\x00]", "is msgpack, as Flax writes it" + _MADE_OF),
     (rb"\s*[\[{]", "is JSON, a configuration or an error; give the file of the weights beside it"),
+    (rb"model_checkpoint_path:", _TENSORFLOW),
 )  # fmt: skip
 # By the names in a zip archive, a line each.
 _ARCHIVES = (
     (r"/(constants\.pkl|code/)", _SCRIPT),
     (r"(^|/)(serialized_exported_program\.json|archive_format|models/\w+\.json)$", _EXPORTED),
     (r"\.weights\.h5$", "is a model of Keras, for networks that timm does not build" + _MADE_OF),
-    (r"\.npy$", "is an archive of NumPy (.npz); convert it to names and tensors, and save them by torch.save"),
+    (
+        r"^Transformer/.*\.npy$",
+        "holds weights of JAX, which timm converts: "
+        + _PYTHON.format("net.state_dict()").replace(
+            "torch;", "timm, torch; net = timm.create_model('NAME', num_classes=N); net.load_pretrained(sys.argv[1]);"
+        ),
+    ),
+    (r"\.npy$", "is an archive of NumPy (.npz); if its names are those of the network, convert it: " + _NUMPY),
     (r"Manifest\.json$|\.mlmodel$", "is a Core ML model" + _MADE_OF),
 )
 # By the names in a folder, and by those of files that belong to it.
@@ -94,6 +130,9 @@ _PARTS = (
         "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth",
     ),
     ("*_optim_states.pt", ZERO),
+    *((name, _TENSORFLOW) for name in ("*.ckpt*.index", "*.ckpt*.meta", "*.ckpt*.data-*-of-*")),
+    ("openvino_model.*", "belongs to a model of OpenVINO" + _MADE_OF),
+    *((name, "belongs to a checkpoint of Orbax (JAX)" + _MADE_OF) for name in ("_CHECKPOINT_METADATA", "*.ocdbt")),
 )
 _FOLDERS = (
     *_PARTS,
@@ -104,8 +143,6 @@ _FOLDERS = (
     ("adapter_config.json", "holds LoRA adapters; merge them first (peft: merge_and_unload()) and save the state_dict"),
     ("data.pkl", "is an archive of torch.save that was unpacked; pack it again: zip -0 -r weights.pth {path}"),
     ("saved_model.pb", "is a SavedModel of TensorFlow" + _MADE_OF),
-    ("*.ckpt*.index", "is a checkpoint of TensorFlow" + _MADE_OF),
-    ("_CHECKPOINT_METADATA", "is a checkpoint of Orbax (JAX)" + _MADE_OF),
     ("Manifest.json", "is a Core ML model" + _MADE_OF),
     ("snapshots", "is a folder of the hub's cache; give the model as hf-hub:OWNER/NAME"),
 )
@@ -113,10 +150,21 @@ _FOLDERS = (
 
 def refusal(path: Path, text: str) -> LoadError:
     """The error with a sentence of a table, whose commands name the file."""
-    places = {"path": path, "folder": path if path.is_dir() else path.parent}
-    for name, place in places.items():
-        text = text.replace(f"{{{name}}}", shlex.quote(os.fspath(place)))
-    return LoadError(f"{path} {text}")
+    return LoadError(_said(path, text.replace("{folder}", shlex.quote(str(path if path.is_dir() else path.parent)))))
+
+
+def _said(name: object, text: str) -> str:
+    return f"{name} {text.replace('{path}', shlex.quote(str(name)))}"
+
+
+def _known(head: bytes, kinds: Collection[tuple[bytes, str]]) -> str | None:
+    return next((text for start, text in kinds if re.match(start, head)), None)
+
+
+def told(file: BinaryIO, name: object) -> str | None:
+    """What a file is that is no image and no list, and what to do; None of other files."""
+    text = _known(file.read(_HEAD), _ANY)
+    return text and _said(name, text)
 
 
 def reader_of(path: Path) -> Reader:
@@ -141,12 +189,13 @@ def reader_of(path: Path) -> Reader:
         raise refusal(path, "is a file of torch.save and not of safetensors; rename it: NAME.pth")
     if reader:
         return reader
-    for start, text in _FILES:
-        if re.match(start, head):
-            raise refusal(path, text)
+    if known := _known(head, (*_ANY, *_MODELS)):
+        raise refusal(path, known)
+    is_text = re.fullmatch(rb"[\t\r\n -~]+", head)
+    remedy = "download the file again, or give that of the weights" if is_text else "save the state_dict as safetensors"
     raise LoadError(
-        f"{path} is neither a safetensors file nor one of torch.save: its {path.stat().st_size} bytes begin with "
-        f"{head[:12]!r}; save the state_dict as safetensors"
+        f"{path} is {'text, and ' if is_text else ''}neither a safetensors file nor one of torch.save: its "
+        f"{path.stat().st_size} bytes begin with {head[:24]!r}; {remedy}"
     )
 
 
@@ -160,7 +209,7 @@ def _check_archive(path: Path) -> None:
                 if re.search(pattern, names, re.MULTILINE):
                     raise refusal(path, text)
             if not re.search(r"/data\.pkl$", names, re.MULTILINE):
-                raise refusal(path, f"is a zip archive that holds {_few(listed)}; unpack it: unzip {{path}}")
+                raise refusal(path, f"is a zip archive that holds {listing(listed)}; unpack it: unzip {{path}}")
             if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
                 raise ValueError("it is larger inside than outside, which torch does not write")
             damaged = archive.testzip()
@@ -182,10 +231,9 @@ def of_folder(path: Path, suffixes: Collection[str]) -> LoadError:
         return refusal(path, "is a folder of timm's; give it as the model, without a name: local-dir:{path}")
     found = [name for name in names if Path(name).suffix in suffixes]
     if found:
-        return refusal(path, f"is a folder; give the file of the weights in it: {_few(found)}")
-    return refusal(path, f"is a folder without weights; it holds {_few(names)}; images are given as --data {{path}}")
-
-
-def _few(names: list[str]) -> str:
-    """The first names."""
-    return ", ".join(map(shortened, names[:3])) + (", …" if len(names) > 3 else "") or "nothing"
+        return refusal(path, f"is a folder; give the file of the weights in it: {listing(found)}")
+    for file in filter(Path.is_file, map(path.joinpath, names)):
+        with file.open("rb") as opened:
+            if (text := _known(opened.read(_HEAD), _MODELS)) and "JSON" not in text:
+                return refusal(file, text)
+    return refusal(path, f"is a folder without weights; it holds {listing(names)}; images are given as --data {{path}}")

@@ -188,6 +188,8 @@ def _from_name(
         net = create_net(name, pretrained=pretrained, arguments=arguments)
         return _wrap(net, name, name, pixels, arguments, rebuild_recipe(name, arguments), features)
     content = read_checkpoint(checkpoint)
+    if content.name is not None and content.name.partition(".")[0] != name.partition(".")[0]:
+        warnings.warn(f"{checkpoint} says that its weights are of {content.name}, and not of {name}", stacklevel=4)
     new_head = new_head and "num_classes" in arguments
     arguments = {**content.arguments, **arguments}
     size = content.pixels.get("size")

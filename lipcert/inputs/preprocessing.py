@@ -52,7 +52,7 @@ class Preprocessing:
         if self.input_size is not None and len(self.input_size) > 2:
             raise InputError(f"input_size is a height and a width, got {self.input_size}")
         if self.crop_pct is not None and not 0.1 <= self.crop_pct <= 1:
-            raise InputError(f"crop_pct is a share from 0.1 to 1, got {self.crop_pct}")
+            raise InputError(f"crop_pct is a fraction from 0.1 to 1, such as 0.875, got {self.crop_pct}")
 
     @staticmethod
     def of_summary(entries: Mapping[str, Any]) -> Preprocessing:

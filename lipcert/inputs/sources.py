@@ -126,6 +126,8 @@ def is_artifact(path: str | os.PathLike[str]) -> bool:
 
 def unknown(name: str, names: Iterable[str]) -> str:
     """The message on a name that timm does not have, with similar ones."""
+    if re.fullmatch(r"-?\d*\.?\d+", name):
+        return f"{name} stands where a model is named; several numbers of one option have commas between: 0.5,0.5,0.5"
     close = difflib.get_close_matches(name.partition(".")[0], list(names), n=3)
     similar = f" (did you mean {' or '.join(close)}?)" if close else ""
     return (

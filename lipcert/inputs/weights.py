@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import safetensors
 import timm
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lipcert.errors import LoadError, as_given, first_line, shortened
 from lipcert.inputs import formats
-from lipcert.inputs.files import WEIGHTS, no_file
+from lipcert.inputs.files import WEIGHTS, listing, no_file
 from lipcert.inputs.preprocessing import INTERPOLATIONS
 from lipcert.model import unusable
 
@@ -37,7 +37,7 @@ _WRAPPERS = (
 _NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
 _NAMES = ("model", "model_name", "arch", "architecture", "backbone")
 # Tensors that tools add to a state dict and that no network reads.
-_ADDED = ("total_ops", "total_params", "n_averaged")
+_ADDED = ("total_ops", "total_params", "n_averaged", "_extra_state")
 # Names that tell that the stored weights are not those of the network, and what to do.
 _DERIVED = (
     (
@@ -67,6 +67,7 @@ _FOREIGN = (
 _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What modules that normalise pixels call their mean and their standard deviation.
 _NORMALISERS = {"mean": "std", "_mean": "_std", "new_mean": "new_std", "mu": "sigma"}
+V = TypeVar("V")
 _PROTOCOL = 2  # of pickle, which torch.save writes unless told otherwise
 
 
@@ -94,9 +95,9 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     index = _index_of(path)
     if index is not None:
         return _read_parts(index)
-    if os.path.isdir(path):
+    if path.is_dir():
         raise formats.of_folder(path, WEIGHTS)
-    if not os.path.isfile(path):
+    if not path.is_file():
         raise no_file(path)
     return _read_file(path)
 
@@ -124,7 +125,11 @@ def _index_of(path: Path) -> Path | None:
         if not index.is_file():
             raise LoadError(f"{path} is one of several parts (…-of-…); put them and {index.name} into one folder")
         return index
-    return next(iter(sorted(path.glob("*.index.json"))), None) if path.is_dir() else None
+    found = sorted(path.glob("*.index.json")) if path.is_dir() else []
+    if len(found) > 1:
+        others = ", ".join(other.name for other in found[1:])
+        warnings.warn(f"{path} holds several checkpoints: taken is {found[0].name}, and not {others}", stacklevel=4)
+    return found[0] if found else None
 
 
 def _read_parts(index: Path) -> StoredWeights:
@@ -357,15 +362,25 @@ def keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
         with safetensors.safe_open(path, framework="pt") as file:
             return list(file.keys()), file.metadata() or {}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        reason = first_line(error)
+        if "expected a string" in (reason := first_line(error)):
+            raise formats.refusal(path, formats.METADATA) from error
         raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; download it again") from error
+
+
+def _cleaned(state: Mapping[str, V], *paths: Path) -> dict[str, V]:
+    """A state dict without the prefixes of torch's wrappers."""
+    cleaned: dict[str, V] = clean_state_dict(state)
+    if len(cleaned) < len(state):
+        both = next(key for key in state if key not in cleaned and clean_state_dict({key: 0}).keys() <= state.keys())
+        raise LoadError(f"{paths[0]} holds {both} with and without its prefix; save the state_dict of one network")
+    return cleaned
 
 
 class _Lazy(Mapping[str, Tensor]):
     """The tensors of safetensors files. Each is read, and its memory mapped, only while it is in use."""
 
     def __init__(self, files: Mapping[str, Path]):
-        self.stored = clean_state_dict({key: (key, path) for key, path in files.items()})
+        self.stored = _cleaned({key: (key, path) for key, path in files.items()}, *{*files.values()})
 
     def __getitem__(self, key: str) -> Tensor:
         stored, path = self.stored[key]
@@ -462,12 +477,12 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         if wrapper is None:
             break
         state = inner.pop(wrapper)
-        others = [key for key, value in inner.items() if 2 * _count(value) >= max(1, _count(state))]
+        others = [str(key) for key, value in inner.items() if 2 * _count(value) >= max(1, _count(state))]
         if others:
             averaged = ", the averaged ones in mmengine's files" if swapped else ""
             warnings.warn(
                 f"{path} holds several sets of weights: taken are those under {wrapper}{averaged}, and not those under "
-                f"{' or '.join(map(shortened, map(str, others)))}; to have others, save them alone",
+                f"{listing(others)}; to have others, save them alone",
                 stacklevel=5,
             )
     entries = state if _is_mapping(state) else {}
@@ -475,8 +490,12 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     divided = _is_mapping(content) and {"ds_version", "param_shapes"} & content.keys()
     if divided and any(isinstance(value, Tensor) and not value.numel() for value in weights.values()):
         raise formats.refusal(path, formats.ZERO)
-    if weights and all(_is_plain(value) for value in weights.values()):
-        return clean_state_dict(weights)
+    others = [key for key, value in weights.items() if not isinstance(value, (Tensor, Mapping))]
+    tensors = {key: value for key, value in weights.items() if key not in others}
+    if tensors and all(map(_is_plain, tensors.values())):
+        if others:
+            warnings.warn(f"{path}: left out, as no tensors: {listing(others)}", stacklevel=5)
+        return _cleaned(tensors, path)
     if any("_packed_params" in key or getattr(value, "is_quantized", False) for key, value in weights.items()):
         raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")
     odd = next((key for key, value in weights.items() if isinstance(value, Tensor) and not _is_plain(value)), None)
@@ -484,6 +503,8 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         raise LoadError(f"{path}: {shortened(odd)} is no dense tensor of real numbers; store it as one")
     if isinstance(content, _Omitted):
         raise formats.refusal(path, "holds a module, or another Python object, which is never run" + formats.STATE)
+    if any(isinstance(value, _Omitted) for value in weights.values()) and not _count(weights):
+        raise formats.refusal(path, "holds arrays of NumPy, or other objects, and no tensors" + formats.ARRAYS)
     raise formats.refusal(path, f"holds no state dict, but {_seen(content)}" + formats.PART)
 
 
@@ -510,8 +531,8 @@ def _seen(content: Any) -> str:
             waiting += [(f"{place}.{key}".strip("."), one) for key, one in value.items()]
     largest = sorted(found, key=lambda name: -found[name].numel())[:3]
     listed = ", ".join(f"{shortened(name)} {tuple(found[name].shape)}" for name in largest)
-    keys = ", ".join(shortened(str(key)) for key in [*content][:4]) + (", …" if len(content) > 4 else "")
-    return f"the keys {keys or 'none'}" + (f", and as its largest tensors {listed}" if listed else ", and no tensors")
+    keys = listing([*map(str, content)]) or "none"
+    return f"the keys {keys}" + (f", and as its largest tensors {listed}" if listed else ", and no tensors")
 
 
 def _is_plain(value: Any) -> bool:
@@ -523,6 +544,4 @@ def _is_plain(value: Any) -> bool:
 
 def _listed(what: str, names: list[str]) -> str:
     """How many tensors are missing, for example, and the first ones; "" without any."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    listing = f"({', '.join(map(shortened, names[:3]))}{more})"
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} {what} {listing}" if names else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} {what} ({listing(names)})" if names else ""

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from timm import is_model
 from timm.data import ImageNetInfo
 
-from lipcert.inputs.classes import printable
+from lipcert.inputs.files import printable
 from lipcert.numerics import WORDS
 from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run

@@ -8,7 +8,6 @@ are merged.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -125,13 +124,13 @@ class ResultFile:
     def append(self, row: Mapping[str, Any]) -> None:
         """Writes one row, which another process can read at once."""
         self._check_alone()
-        line = _line(row)
+        rest = line = _line(row)
         if row["index"] in self.done:  # more draws of an image
             place = next(i for i, other in enumerate(self.tally.rows) if other["index"] == row["index"])
-            line = line if row["samples"] > self.tally.rows.pop(place)["samples"] else b""
+            rest = line = line if row["samples"] > self.tally.rows.pop(place)["samples"] else b""
         try:
-            if os.write(self._file, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while rest := rest[os.write(self._file, rest) :]:  # a disk that is full says so at the second call
+                pass
         except OSError as error:
             raise InputError(
                 f"cannot write {self.path}: {error.strerror or error}; it keeps {len(self.tally)} rows, and the same "

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lipcert.errors import InputError
-from lipcert.inputs.classes import printable
 from lipcert.inputs.data import order_of
-from lipcert.inputs.files import ROWS, check_name
+from lipcert.inputs.files import ROWS, check_name, printable
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_logits
 from lipcert.results._statistics import Tally, interval, share
@@ -280,7 +279,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
 
     Args:
         paths: ``.jsonl`` files that ``certify --out`` wrote, each with its summary in the same folder, or folders of
-            such files; other ``.jsonl`` files of a folder are left out with a warning.
+            such files; other ``.jsonl`` files of a folder, and damaged ones, are left out with a warning.
 
     Returns:
         The runs in the given order; those of a folder are sorted by name.
@@ -288,15 +287,32 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     Raises:
         InputError: a file is missing, empty or damaged, or contradicts itself.
     """
-    runs = [read_run(file) for file in dict.fromkeys(file for path in paths for file in _files(Path(path)))]
+    found = {file: Path(path) for path in paths for file in _files(Path(path))}
+    runs, damaged = [], None
+    for file, path in found.items():
+        try:
+            runs.append(_consistent(file))
+        except InputError as error:
+            if file == path:
+                raise
+            damaged = error
+            warnings.warn(f"left out: {error}", stacklevel=2)
+    if damaged and not runs:
+        raise damaged
     shared = {run.name for run in runs if sum(run.name == other.name for other in runs) > 1}
     for run in runs:
-        run.refuse_false_rows()
-        for reason in run.contradictions():
-            raise InputError(f"{run.path} contradicts itself: {reason}; certify the images again, into another file")
         if run.name in shared:
             run.name = printable(run.path.with_suffix("").as_posix())
     return runs
+
+
+def _consistent(path: Path) -> Run:
+    """The run of a file whose rows and summary do not contradict each other."""
+    run = read_run(path)
+    run.refuse_false_rows()
+    for reason in run.contradictions():
+        raise InputError(f"{path} contradicts itself: {reason}; certify the images again, into another file")
+    return run
 
 
 def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
@@ -349,7 +365,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     files: list[Path] = []
     others: list[Path] = []
-    for file in sorted(path.glob(f"*{ROWS}")):
+    for file in sorted(path.glob(f"[!.]*{ROWS}")):
         try:
             _summary(file)
             (files if b"\n" in file.read_bytes() else others).append(file)
