@@ -224,7 +224,7 @@ def test_truncated_tar(tmp_path):
 def test_compressed_tar(tmp_path):
     with tarfile.open(tmp_path / "x.tar", "w:gz") as tar:
         tar.add(write(tmp_path / "images", CLASSES), "images")
-    refused(tmp_path / "x.tar", "uncompressed")
+    refused(tmp_path / "x.tar", "compressed by gzip; unpack it")
 
 
 def test_bundled_images(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import tarfile
 import unicodedata
 import warnings
@@ -184,7 +185,8 @@ def test_lists_of_classes(tmp_path, name, text):
         ('{"cat": 3, "dog": 10}', "0 to 9"),
         ('{"cat": 3, "dog": "x"}', "no list of classes"),
         ("3", "no list of classes"),
-        ("", "no list of classes"),
+        ("", "is empty"),
+        ('{"cat": 3, "dog": 1, "cat": 2}', "a name occurs twice"),
     ],
 )
 def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):
@@ -234,7 +236,7 @@ def test_labels_of_a_flat_folder(tmp_path, text):
         ("filename,label\nx1.png,0.5\nx2.png,1\n", "such as 1 and 0.5"),
         ("filename,label\nx1.png,1\nx2.png,2\n", "from 1"),
         ("filename,label\nx1.png,1\nx2.png,5\n", "label 5"),
-        ("filename,label\nx1.png,1\nx1.png,0\n", "two labels"),
+        ("filename,label\nx1.png,1\nx1.png,0\n", "several labels for x1.png: 1;0"),
         ("a,b,c\nx1.png,1,2\n", "it needs one of file names"),
         ("filename,label\nx1.png,1\nx2.png,\n", "no label for 1 of 2"),
         ("filename,label\nx1.png,1\nx2.png,dog\n", "such as 1 and dog"),
@@ -402,6 +404,8 @@ def test_accents_are_the_same_composed_and_decomposed(tmp_path, lines):
         'file;label;area\n0.png;1;0,5\n1.png;0;0,7\n',
         'file\tlabel\tnotes\n0.png\t1\ta, b; c\n1.png\t0\t\n',
         'file,label,notes\n0.png,1,"two\nlines"\n1.png,0,\n',
+        'sep=;\nfile;label\n0.png;1\n1.png;0\n',
+        'file,label\n0.png,1\n1.png,0\n2.png,cat;dog\n3.png,99\n4.png,1\n4.png,0\nTotal\n',
     ],
 )  # fmt: skip
 def test_the_header_alone_decides_the_delimiter(tmp_path, text):
@@ -415,6 +419,54 @@ def test_several_labels_of_an_image_are_refused(tmp_path):
     root = write(tmp_path / "r", "0.png", "1.png")
     (tmp_path / "l.csv").write_text("file,label\n0.png,cat;dog\n1.png,dog|eel\n")
     refused("several labels for 0.png", spec=root, labels=tmp_path / "l.csv", loaded=model(2))
+
+
+def test_of_two_columns_of_labels_the_one_that_is_left_out_is_named(tmp_path):
+    root = write(tmp_path / "r", "0.png", "1.png")
+    for head, left in (("file,class,label", r"label \(column 3\), and not by class \(column 2\)"),
+                       ("file,label,label", r"label \(column 2\), and not by label \(column 3\)")):  # fmt: skip
+        (tmp_path / "l.csv").write_text(f"{head}\n0.png,1,0\n1.png,0,1\n")
+        assert re.search(f"by {left}", open_images(root, model(2), labels=tmp_path / "l.csv").labels_by)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (b"../.git/annex/objects/x", "git annex get"),
+        (b"<!DOCTYPE html><html>", "web page"),
+        (b"\0\0\0\x18ftypheic", "HEIC"),
+        (b"", "is empty"),
+        (b"PK\x03\x04\x14", "workbook"),
+        (b"\xd0\xcf\x11\xe0\xa1", "Office"),
+        (b"PAR1\x15\x04", "Parquet"),
+    ],
+)
+def test_images_and_lists_that_are_something_else_are_told_by_their_content(tmp_path, content, says):
+    root = write(tmp_path / "r", "a/0.png", "b/1.png")
+    for name in ("x.csv", "x.tar", "x.zip", "r/a/0.png"):
+        (tmp_path / name).write_bytes(content)
+    refused(says, "a/0.png", spec=root)
+    for spec in ("x.tar", "x.zip"):
+        refused(says, spec, spec=tmp_path / spec)
+    for lists in ({"labels": tmp_path / "x.csv"}, {"classes": tmp_path / "x.csv"}):
+        refused(says, "x.csv", spec=root, **lists)
+
+
+def test_folders_of_systems_are_no_classes(tmp_path):
+    names = ("__MACOSX", "System Volume Information", "$RECYCLE.BIN", "lost+found", "@eaDir", "#recycle", ".Trash-1000")
+    root = write(tmp_path / "r", "a/0.png", "b/1.png", "a/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg", *(f"{x}/2.png" for x in names))
+    assert labels(open_images(root, model(2))) == {"a/0.png": 0, "b/1.png": 1}
+
+
+def test_of_two_members_of_one_name_the_later_one_is_read(tmp_path):
+    """As of an archive that tar -r updated."""
+    write(tmp_path, "0.png", "1.png")
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name in ("0.png", "1.png"):
+            archive.add(tmp_path / name, "a/x.png")
+    images = open_images(tmp_path / "x.tar", model())
+    assert [float(images[i][0].max()) * 255 for i in range(len(images))] == [1]
 
 
 def test_images_of_which_pillow_only_warns_are_taken(tmp_path, monkeypatch):

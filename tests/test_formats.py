@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import json
 import pickle
 import re
 import shlex
@@ -65,7 +66,17 @@ FILES = {
     "array": (b"\x93NUMPY\x01\x00", "array of NumPy"),
     "image": (b"\x89PNG\r\n\x1a\n", "--data"),
     "pickle": (pickle.dumps({"fc.weight": np.zeros(3)}), "never run"),
-    "other": (b"quota exceeded", "14 bytes begin with b'quota exceed'"),
+    "AppleDouble": (b"\0\x05\x16\x07\0\x02\0\0Mac OS X", "keeps beside a file"),
+    "left by iCloud": (b"bplist00\xd3", "property list"),
+    "Core ML": (b"\x08\x05\x12\xac\x02\n*\n\x05image", "Core ML"),
+    "OpenVINO": (b'<?xml version="1.0"?>\n<net name="x" version="11">', "OpenVINO"),
+    "frozen graph": (b"\n=\n\x05input\x12\x0bPlaceholder", "TensorFlow"),
+    "index of TensorFlow": (b'model_checkpoint_path: "model.ckpt-10"\n', "TensorFlow"),
+    "MXNet": (b"\x12\x01" + bytes(10), "MXNet"),
+    "joblib": (b"x\x9c\xed\xbd", "zlib"),
+    "Parquet": (b"PAR1\x15\x04", "export it as CSV"),
+    "text": (b"404: Not Found", "14 bytes begin with b'404: Not Found'; download"),
+    "other": (b"\x93\x01\x02 quota", "9 bytes begin with b'\\x93\\x01\\x02 quota'; save"),
 }
 
 
@@ -132,8 +143,25 @@ def test_what_holds_code_is_converted_by_the_command_that_is_named(tmp_path):
     assert torch.equal(converted(refused(file), tmp_path)["1.weight"], net[1].weight)
     torch.export.save(torch.export.export(net, (torch.zeros(1, 3),)), tmp_path / "w.pt2")
     assert torch.equal(converted(refused(tmp_path / "w.pt2"), tmp_path)["1.weight"], net[1].weight)
-    file.write_bytes(pickle.dumps(STATE))
+    for state in (STATE, {key: value.numpy() for key, value in STATE.items()}):
+        file.write_bytes(pickle.dumps({**state, "author": "x"}))
+        assert torch.equal(converted(refused(file), tmp_path)["fc.weight"], STATE["fc.weight"])
+    torch.save(state, file)
     assert torch.equal(converted(refused(file), tmp_path)["fc.weight"], STATE["fc.weight"])
+    np.savez(tmp_path / "w.npz", **state)
+    assert torch.equal(converted(refused(tmp_path / "w.npz"), tmp_path)["fc.weight"], STATE["fc.weight"])
+
+
+@pytest.mark.parametrize("metadata", [{"epoch": 3, "format": "pt"}, {"training": {"lr": 0.1}}, {"done": True}])
+def test_metadata_that_are_not_text_are_left_out_by_the_command_that_is_named(tmp_path, metadata):
+    content = safetensors.torch.save(STATE, {"format": "pt"})
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps({**json.loads(content[8:end]), "__metadata__": metadata}).encode()
+    file = tmp_path / "w.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    done = subprocess.run(shlex.split(re.search(r"python (-c .*)", refused(file))[0]), cwd=tmp_path)
+    assert done.returncode == 0
+    assert torch.equal(read_checkpoint(tmp_path / "weights.safetensors").state["fc.weight"], STATE["fc.weight"])
 
 
 def test_where_no_weights_are_found_it_is_said_what_was_seen(tmp_path):
@@ -175,7 +203,7 @@ def test_folders(tmp_path):
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
         folder.mkdir()
         for name, content in files.items():
-            (folder / name).write_text(content)
+            (folder / name).write_bytes(content.encode("latin-1"))
         assert expected in refused(folder)
 
     says("merge_and_unload", **{"adapter_config.json": "{}", "adapter_model.safetensors": ""})
@@ -185,6 +213,11 @@ def test_folders(tmp_path):
     says("model.safetensors", **{"config.json": '{"model_type": "vit"}', "model.safetensors": ""})
     says("it holds a.png", **{"a.png": ""})
     says("holds nothing")
+    says("Flax", **{"config.json": "{}", "flax_model.msgpack": "\x82\xa6params"})
+    says("HDF5", **{"config.json": "{}", "tf_model.h5": "\x89HDF\r\n\x1a\n"})
+    says("OpenVINO", **{"openvino_model.xml": "<net>", "openvino_model.bin": "x"})
+    says("TensorFlow", **{"checkpoint": "", "model.ckpt-1.index": "", "model.ckpt-1.data-00000-of-00001": ""})
+    says("Orbax", **{"_METADATA": "{}", "manifest.ocdbt": ""})
     (tmp_path / "models--timm--resnet18" / "snapshots").mkdir(parents=True)
     assert "hf-hub:" in refused(tmp_path / "models--timm--resnet18")
 
@@ -210,10 +243,38 @@ def test_of_two_sets_of_weights_the_one_that_is_left_out_is_named(tmp_path, cont
     assert torch.equal(state["fc.weight"], sets[taken]["fc.weight"])
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_a_tensor_with_and_without_a_prefix_is_refused(tmp_path, prefix):
+    both = STATE | {prefix + key: value + 1 for key, value in STATE.items()}
+    torch.save(both, tmp_path / "w.pth")
+    safetensors.torch.save_file(both, tmp_path / "w.safetensors")
+    for name in ("w.pth", "w.safetensors"):
+        assert f"{prefix}fc.weight with and without" in refused(tmp_path / name)
+
+
+def test_of_two_indexes_the_one_that_is_left_out_is_named(tmp_path):
+    for number, name in enumerate(("a", "b")):
+        safetensors.torch.save_file({"x": torch.full((1,), number)}, tmp_path / f"{name}.safetensors")
+        index = json.dumps({"weight_map": {"x": f"{name}.safetensors"}})
+        (tmp_path / f"{name}.safetensors.index.json").write_text(index)
+    with pytest.warns(UserWarning, match=r"taken is a\.safetensors\.index\.json, and not b\."):
+        assert read_checkpoint(tmp_path).state["x"] == 0
+
+
+@pytest.mark.parametrize("entry", [3, "text", None, io.BytesIO(b"x"), {1, 2}])
+def test_entries_that_are_no_tensors_are_left_out(tmp_path, entry):
+    torch.save({**STATE, "entry": entry}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="left out, as no tensors: entry"):
+        assert read_checkpoint(tmp_path / "w.pth").state.keys() == STATE.keys()
+
+
 def test_a_file_that_is_not_there(tmp_path):
     (tmp_path / "w.pth").symlink_to(tmp_path / "blob")
     assert "it is a link to" in refused(tmp_path / "w.pth")
     with pytest.raises(LoadError, match="download it first"):
         read_checkpoint("https://example.org/w.pth")
+    (tmp_path / "model.pth.crdownload").touch()
+    with pytest.raises(LoadError, match=r"the folder has model\.pth\.crdownload"):
+        read_checkpoint(tmp_path / "model.pth")
     with pytest.raises(LoadError, match="download it first"):
         Source.of("s3://bucket/w.pth")

@@ -251,6 +251,17 @@ def test_what_is_not_lipcerts_is_named_and_left_out(results, tmp_path, kind):
     assert "holds no results, but no rows of lipcert certify with a summary: stray.jsonl" in refused("all")
 
 
+@pytest.mark.parametrize("change", [{"radius": 9.0}, {"index": "x"}, {"margin": None}])
+def test_a_damaged_run_of_a_folder_is_named_and_left_out(results, tmp_path, change):
+    (tmp_path / "all").mkdir()
+    path = results(name="all/r")
+    results([{**row(0, 0.2), **change}], name="all/bad")
+    with pytest.warns(UserWarning, match=r"left out: row 1 of all/bad\.jsonl is no result"):
+        assert [run.path.name for run in read_runs(["all"])] == [path.name]
+    path.unlink()
+    assert "row 1 of all/bad.jsonl is no result" in refused("all")
+
+
 def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
     result = run(results(tail='{"index": 9', complete=False))
     assert "the last row is half-written" in result.stderr

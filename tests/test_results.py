@@ -288,14 +288,21 @@ def test_without_locks_two_processes_do_not_mix_rows(tmp_path, monkeypatch):
     assert [one["index"] for one in read_rows(path, RUN)] == [1, 3]
 
 
-@pytest.mark.parametrize("missing", ["chmod", "replace"])
-def test_what_a_mount_lacks_loses_no_result(tmp_path, monkeypatch, missing):
-    """Mode bits, and a rename over a file that exists."""
+@pytest.mark.parametrize(
+    ("missing", "code"),
+    [
+        ("chmod", errno.EPERM),
+        *(("replace", code) for code in (errno.EPERM, errno.EBUSY, errno.EIO, errno.EXDEV)),
+        ("flock", errno.EIO),
+    ],
+)
+def test_what_a_mount_lacks_loses_no_result(tmp_path, monkeypatch, missing, code):
+    """Mode bits, a rename over a file that exists or is mounted itself, locks."""
 
     def refuse(*_, **__):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, missing, refuse)
+    monkeypatch.setattr(files.fcntl if missing == "flock" else os, missing, refuse, raising=False)
     monkeypatch.setattr(Path, "chmod", refuse)
     path = written(tmp_path / "r.jsonl", range(2))
     assert json.loads((tmp_path / "r.summary.json").read_text())["counts"]["images"] == 2
@@ -308,6 +315,30 @@ def test_what_a_mount_lacks_loses_no_result(tmp_path, monkeypatch, missing):
         with pytest.raises(InputError, match="cannot write"):
             ResultFile(path, RUN)
         assert not (tmp_path / "target").read_bytes()
+
+
+def test_what_a_file_system_takes_in_parts_is_written_whole(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, content: write(handle, content[:7]))
+    assert [one["index"] for one in read_rows(written(tmp_path / "r.jsonl", range(3)), RUN)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ä" * 127])
+def test_a_file_may_have_the_longest_name(tmp_path, name):
+    with replacing(tmp_path / name) as partial:
+        partial.write_text("x")
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_in_a_folder_that_takes_no_other_is_written(tmp_path, monkeypatch):
+    """As one file that is mounted into a container."""
+    (tmp_path / "r").touch()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    with replacing(tmp_path / "r") as partial:
+        assert partial.parent != tmp_path
+        partial.write_text("x")
+    assert (tmp_path / "r").read_text() == "x"
 
 
 def test_rows_of_other_versions_and_preprocessing_are_left_alone(tmp_path):

@@ -59,6 +59,7 @@ WRAPPED = {
     "parallel and compiled": lambda net: prefixed(net, "module._orig_mod."),
     "swa": lambda net: {"n_averaged": torch.tensor(3), **prefixed(net, "module.")},
     "backbone": lambda net: prefixed(net, "module.backbone."),
+    "transformer engine": lambda net: {**net.state_dict(), "fc._extra_state": torch.empty(0)},
     "thop": lambda net: {**net.state_dict(), "total_ops": torch.ones(1), "conv1.0.total_params": torch.ones(1)},
     "without counts": lambda net: {k: v for k, v in net.state_dict().items() if "num_batches" not in k},
     "a config": lambda net: {
@@ -127,6 +128,13 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
         load(NAME, checkpoint=tmp_path / "w.pth", num_classes=0, features=True)
     says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
     says({"optimizer": {"state": {}}, "epoch": 3}, "no state dict, but the keys optimizer, epoch")
+
+
+def test_weights_of_another_architecture_than_the_one_that_is_named(net, tmp_path):
+    """They may fit, and compute something else, as those of a network with another activation."""
+    torch.save({"arch": "resnet14t", "state_dict": net.state_dict()}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="are of resnet14t, and not of resnet10t"):
+        load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
 
 
 def test_two_networks_in_one_file_are_not_chosen_from(net, tmp_path):
