@@ -423,10 +423,10 @@ def test_several_labels_of_an_image_are_refused(tmp_path):
 
 def test_of_two_columns_of_labels_the_one_that_is_left_out_is_named(tmp_path):
     root = write(tmp_path / "r", "0.png", "1.png")
-    for head, left in (("file,class,label", r"label \(column 3\), and not by class \(column 2\)"),
-                       ("file,label,label", r"label \(column 2\), and not by label \(column 3\)")):  # fmt: skip
+    for head, left in (("file,class,label", r"column 3, label, and not by class \(column 2\)"),
+                       ("file,label,label", r"column 2, label, and not by label \(column 3\)")):  # fmt: skip
         (tmp_path / "l.csv").write_text(f"{head}\n0.png,1,0\n1.png,0,1\n")
-        assert re.search(f"by {left}", open_images(root, model(2), labels=tmp_path / "l.csv").labels_by)
+        assert re.search(f"by its {left}", open_images(root, model(2), labels=tmp_path / "l.csv").labels_by)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,9 @@ def test_images_and_lists_that_are_something_else_are_told_by_their_content(tmp_
 
 def test_folders_of_systems_are_no_classes(tmp_path):
     names = ("__MACOSX", "System Volume Information", "$RECYCLE.BIN", "lost+found", "@eaDir", "#recycle", ".Trash-1000")
-    root = write(tmp_path / "r", "a/0.png", "b/1.png", "a/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg", *(f"{x}/2.png" for x in names))
+    root = write(
+        tmp_path / "r", "a/0.png", "b/1.png", "a/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg", *(f"{x}/2.png" for x in names)
+    )
     assert labels(open_images(root, model(2))) == {"a/0.png": 0, "b/1.png": 1}
 
 
@@ -466,7 +468,7 @@ def test_of_two_members_of_one_name_the_later_one_is_read(tmp_path):
         for name in ("0.png", "1.png"):
             archive.add(tmp_path / name, "a/x.png")
     images = open_images(tmp_path / "x.tar", model())
-    assert [float(images[i][0].max()) * 255 for i in range(len(images))] == [1]
+    assert [round(float(images[i][0].max()) * 255) for i in range(len(images))] == [1]
 
 
 def test_images_of_which_pillow_only_warns_are_taken(tmp_path, monkeypatch):

@@ -251,7 +251,7 @@ def test_what_is_not_lipcerts_is_named_and_left_out(results, tmp_path, kind):
     assert "holds no results, but no rows of lipcert certify with a summary: stray.jsonl" in refused("all")
 
 
-@pytest.mark.parametrize("change", [{"radius": 9.0}, {"index": "x"}, {"margin": None}])
+@pytest.mark.parametrize("change", [{"radius": -1.0}, {"index": "x"}, {"predicted": None}])
 def test_a_damaged_run_of_a_folder_is_named_and_left_out(results, tmp_path, change):
     (tmp_path / "all").mkdir()
     path = results(name="all/r")

@@ -19,6 +19,7 @@ from lipcert.certifier import Certificates
 from lipcert.errors import InputError
 from lipcert.inputs import files
 from lipcert.inputs.data import Batch, Images, image_hash
+from lipcert.inputs.files import replacing
 from lipcert.results import ResultFile, Tally, read_rows, rows, shard_path, shards_of, share, wilson
 
 RUN = {

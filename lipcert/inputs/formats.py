@@ -236,4 +236,7 @@ def of_folder(path: Path, suffixes: Collection[str]) -> LoadError:
         with file.open("rb") as opened:
             if (text := _known(opened.read(_HEAD), _MODELS)) and "JSON" not in text:
                 return refusal(file, text)
-    return refusal(path, f"is a folder without weights; it holds {listing(names)}; images are given as --data {{path}}")
+    return refusal(
+        path,
+        f"is a folder without weights; it holds {listing(names) or 'nothing'}; images are given as --data {{path}}",
+    )
