@@ -399,7 +399,7 @@ class _ReadImages(Images):
         except Exception as error:
             reason = first_line(error)
             remedy = "resize it" if isinstance(error, Image.DecompressionBombError) else "repair or remove it"
-            if isinstance(error, UnidentifiedImageError):  # its text is a Python object
+            if isinstance(error, UnidentifiedImageError) and self.reader is not None:  # its text is a Python object
                 reason, known = "it is damaged, or no image of a known format", None
                 with contextlib.suppress(Exception), self.reader[self._place(index)][0] as file:
                     known = told(file, self._name(index))

@@ -234,8 +234,8 @@ def of_folder(path: Path, suffixes: Collection[str]) -> LoadError:
         return refusal(path, f"is a folder; give the file of the weights in it: {listing(found)}")
     for file in filter(Path.is_file, map(path.joinpath, names)):
         with file.open("rb") as opened:
-            if (text := _known(opened.read(_HEAD), _MODELS)) and "JSON" not in text:
-                return refusal(file, text)
+            if (known := _known(opened.read(_HEAD), _MODELS)) and "JSON" not in known:
+                return refusal(file, known)
     return refusal(
         path,
         f"is a folder without weights; it holds {listing(names) or 'nothing'}; images are given as --data {{path}}",

@@ -369,7 +369,7 @@ def keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
 
 def _cleaned(state: Mapping[str, V], *paths: Path) -> dict[str, V]:
     """A state dict without the prefixes of torch's wrappers."""
-    cleaned: dict[str, V] = clean_state_dict(state)
+    cleaned: dict[str, V] = clean_state_dict(dict(state))
     if len(cleaned) < len(state):
         both = next(key for key in state if key not in cleaned and clean_state_dict({key: 0}).keys() <= state.keys())
         raise LoadError(f"{paths[0]} holds {both} with and without its prefix; save the state_dict of one network")
