@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -82,7 +82,7 @@ def _varies(weights: Tensor) -> Tensor:
 
 
 @dataclass
-class Way:
+class Factors:
     """‖δv‖ ≤ ‖diag(outer)·A·diag(inner)·δbase‖ for an earlier value ``base``; A is the identity if ``core`` is None.
 
     ``local`` says whether the weights differ from the global ones.
@@ -97,7 +97,7 @@ class Way:
     def norm(self, node: Node) -> Tensor:
         """The norm per image without the constant units of the base; inf if no unit is constant.
 
-        ``node`` is the operation that ends the way.
+        ``node`` is the operation whose result they bound.
         """
         inner = self.inner * self.base.moving
         if self.core is None:
@@ -122,8 +122,8 @@ class State:
         node: the operation.
         up, down: the box, as distances from the nominal value.
         sources: the values that it is computed from.
-        whole_way: a bound on its deviation by that of an earlier value.
-        open: whether its entries are those of the way, so that further weights can be added to it.
+        all_factors: a bound on its deviation by that of an earlier value.
+        open: whether its entries are those of the factors, so that further weights can be added to it.
         bounded: computes another bound on K; called at most once, and only if needed.
     """
 
@@ -132,13 +132,13 @@ class State:
     up: Tensor
     down: Tensor
     sources: Sequence[State] = ()
-    whole_way: Way | None = None
+    all_factors: Factors | None = None
     open: bool = True
     bounded: Callable[[], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if self.whole_way is not None:
-            self.sources = (self.whole_way.base,)
+        if self.all_factors is not None:
+            self.sources = (self.all_factors.base,)
 
     @property
     def value(self) -> Tensor:
@@ -146,9 +146,9 @@ class State:
         return self.walk.value(self.node)
 
     @property
-    def way(self) -> Way | None:
-        """The way to which weights can be added."""
-        return self.whole_way if self.open else None
+    def factors(self) -> Factors | None:
+        """The factors to which weights can be added."""
+        return self.all_factors if self.open else None
 
     @property
     def lip(self) -> Upper:
@@ -165,9 +165,9 @@ class State:
             bound = torch.minimum(bound, (shares * most).nan_to_num(nan=math.inf))
         if self.bounded is not None:
             bound = torch.minimum(bound, self.bounded().nan_to_num(nan=math.inf))
-        if self.whole_way is not None:
-            norm = self.whole_way.norm(self.node)
-            bound = torch.minimum(bound, (self.whole_way.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
+        if self.all_factors is not None:
+            norm = self.all_factors.norm(self.node)
+            bound = torch.minimum(bound, (self.all_factors.base.constant * norm * INFLATE).nan_to_num(nan=math.inf))
         return bound
 
     @cached_property
@@ -295,7 +295,7 @@ class Walk:
         down: Tensor,
         sources: Sequence[State] = (),
         *,
-        way: Way | None = None,
+        factors: Factors | None = None,
         open: bool = True,
         constant: Callable[[], Tensor] | None = None,
         rounding: Tensor | float = 0.0,
@@ -309,7 +309,7 @@ class Walk:
         if node.dtype not in (None, torch.float64):
             up, down = torch.full_like(up, math.inf), torch.full_like(down, math.inf)
         up, down = (side.nan_to_num(nan=math.inf, posinf=math.inf) for side in (up, down))
-        return State(self, node, up, down, sources, way, open, constant)
+        return State(self, node, up, down, sources, factors, open, constant)
 
     def within(self, node: Node, up: Tensor, down: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
         """Intersects the box with |δv_i| ≤ reach_i around the exact nominal value, plus its rounding error."""
@@ -344,11 +344,11 @@ def unknown(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, operands)
 
 
-def extended(x: State, weight: Tensor, local: bool = False) -> Way:
-    """The way to a value whose entries move at most ``weight`` times as far as the same entries of x."""
-    if x.way is not None:
-        return Way(x.way.base, x.way.core, x.way.inner, x.way.outer * weight, x.way.local or local)
-    return Way(x, None, torch.ones_like(x.value), weight, local)
+def extended(x: State, weight: Tensor, local: bool = False) -> Factors:
+    """The factors of a value whose entries move at most ``weight`` times as far as the same entries of x."""
+    if x.factors is not None:
+        return replace(x.factors, outer=x.factors.outer * weight, local=x.factors.local or local)
+    return Factors(x, None, torch.ones_like(x.value), weight, local)
 
 
 def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
@@ -357,7 +357,7 @@ def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
     if core is None:
         return unknown(walk, node, x, *others)
     ones = torch.ones_like(x.value)
-    scales = x.way if x.way is not None and x.way.core is None else Way(x, None, ones, ones)
+    scales = x.factors if x.factors is not None and x.factors.core is None else Factors(x, None, ones, ones)
     base, inner = scales.base, scales.inner * scales.outer
     up, down = core.interval(x.up, x.down)
     rounding = core.rounding(x.value)
@@ -365,7 +365,9 @@ def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
     if not walk.zero_radius:
         rows = core.row_norms(inner * base.moving)
         up, down = walk.within(node, up, down, rows * over(base.constant * walk.eps, rows))
-    return walk.result(node, up, down, way=Way(base, core, inner, torch.ones_like(walk.value(node)), scales.local))
+    return walk.result(
+        node, up, down, factors=Factors(base, core, inner, torch.ones_like(walk.value(node)), scales.local)
+    )
 
 
 def scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
@@ -374,7 +376,7 @@ def scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
     up, down = positive * x.up + negative * x.down, positive * x.down + negative * x.up
     rounding = walk.rounded(node) + (x.value * scale).abs() * 2.0**-48
     weight = (scale.abs() * INFLATE).expand_as(x.value[:1]).expand_as(x.value)
-    return walk.result(node, up, down, way=extended(x, weight), rounding=rounding)
+    return walk.result(node, up, down, factors=extended(x, weight), rounding=rounding)
 
 
 def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
@@ -409,4 +411,4 @@ def monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, 
 def clip(walk: Walk, node: Node, x: State) -> State:
     """For clipping: slope 1 between two limits, 0 outside; constant where both ends of the box give the same value."""
     up, down, low, high = monotone(walk, node, x)
-    return walk.result(node, up, down, way=extended(x, (high > low).double(), local=True))
+    return walk.result(node, up, down, factors=extended(x, (high > low).double(), local=True))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lipcert.errors import InputError
 from lipcert.norms import COMPOSED
-from lipcert.numerics import INFINITE, Number, Upper, computed_l2_norm, estimated, held, l2_norm
+from lipcert.numerics import INFINITE, Number, Upper, computed_l2_norm, detached, estimated, l2_norm
 
 
 class LinearMap(Protocol):
@@ -49,7 +49,7 @@ class Scale:
     """Entrywise multiplication by ``scale``, float64, with as many dimensions as the value it acts on."""
 
     def __init__(self, scale: Tensor):
-        self.scale = held(scale).double()
+        self.scale = detached(scale).double()
 
     @cached_property
     def norm(self) -> Upper:

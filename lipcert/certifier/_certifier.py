@@ -140,7 +140,7 @@ class Certifier:
         flops, size = forward_pass(self.model, self.analysis)
         self.nominal = NominalMargins(self.model, self.analysis, prove=flops <= _WORK_OF_A_PROOF)
         self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal.bounded, flops, size)
-        with _understood(self.method):
+        with _one_line_refusals(self.method):
             chosen = prepare(self.subject)
         self.methods, self.skipped, self.notes = chosen.prepared, chosen.skipped, chosen.notes
         if outputs_of(model) == 1:
@@ -255,7 +255,7 @@ class Certifier:
             images[examined.to(images.device)], predicted[examined], computed[examined]
         )
         ledger = Budget(self.delta).ledger(len(images), self._seed)
-        with _understood(self.method):
+        with _one_line_refusals(self.method):
             verdicts = run(
                 self.methods, images, predicted, (computed, reduced), proved, hopes.ruled_out, ledger, self._says
             )
@@ -371,8 +371,8 @@ class Certifier:
 
 
 @contextmanager
-def _understood(name: str) -> Iterator[None]:
-    """Turns unexpected errors of a method into a refusal in one line."""
+def _one_line_refusals(name: str) -> Iterator[None]:
+    """Converts unexpected errors of a method into a one-line InputError."""
     try:
         yield
     except LipcertError:
@@ -413,7 +413,7 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
         return copied.double(), None
     rounded = copied.to(roundoff.DTYPES[dtype]).double()
     try:
-        with _understood(f"--dtype {dtype}"):
+        with _one_line_refusals(f"--dtype {dtype}"):
             return rounded, roundoff.Roundoff(rounded, dtype)
     except UnsupportedCode:
         raise

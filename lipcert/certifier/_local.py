@@ -141,10 +141,10 @@ class Local:
 
     def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
         """The last matrix, its operand, and the weights of its columns; None if no matrix computes the logits."""
-        way = walk.output.way
-        if way is None or way.core is None or walk.boxes.graph.output not in walk.boxes.cores:
+        factors = walk.output.factors
+        if factors is None or factors.core is None or walk.boxes.graph.output not in walk.boxes.cores:
             return None
-        return (way.core, way.base, flat(way.inner * way.base.moving)) if len(way.core.input_shape) == 2 else None
+        return (factors.core, factors.base, flat(factors.inner * factors.base.moving)) if len(factors.core.input_shape) == 2 else None
 
     def _differences(self, core: Core, predicted: Tensor) -> Tensor:
         """w_j − w_y, shape (N, classes, features)."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.denoisers._told import Told
+from lipcert.denoisers._denoiser import Denoiser
 from lipcert.errors import InputError
 
 _SIDE, _STRIDE = 8, 2
@@ -18,7 +18,7 @@ _THRESHOLD = 2.3
 _AT_ONCE = {"cpu": 1, "cuda": 256}
 
 
-class DCT(Told):
+class DCT(Denoiser):
     """Overlapping 8×8 blocks of decorrelated colours, in which small coefficients of the cosine transform become 0.
 
     The transforms are orthonormal, so that noise of standard deviation σ has the same in each coefficient. Coefficients

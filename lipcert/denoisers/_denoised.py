@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.denoisers._dct import DCT
+from lipcert.denoisers._denoiser import Denoiser
 from lipcert.denoisers._natural import Natural
-from lipcert.denoisers._told import Told
 from lipcert.errors import InputError, first_line
 from lipcert.model import Model, evaluated
 
@@ -17,7 +17,7 @@ _NAMED: dict[str, type[DCT] | type[Natural]] = {kind.name: kind for kind in (DCT
 NAMES = tuple(_NAMED)
 
 
-def denoiser_named(name: str, input_size: tuple[int, ...]) -> Told:
+def denoiser_named(name: str, input_size: tuple[int, ...]) -> Denoiser:
     """The denoiser ``dct`` or ``natural``, for images of a size (C, H, W)."""
     if name not in _NAMED:
         close = difflib.get_close_matches(name, NAMES, 1)
@@ -64,7 +64,7 @@ class Denoised(Model):
         self.to(model.device)
         self.sigma = model.sigma
         self.denoiser = evaluated(denoiser.to(model.device, model.dtype))
-        if isinstance(denoiser, Told):  # it has checked the size
+        if isinstance(denoiser, Denoiser):  # it has checked the size
             return
         grey = torch.full((1, *model.input_size), 0.5, device=model.device, dtype=model.dtype)
         try:
@@ -79,7 +79,7 @@ class Denoised(Model):
 
     def tell(self, sigma: float) -> None:
         """Tells the denoiser the standard deviation of the noise, if it is one that needs it."""
-        if isinstance(self.denoiser, Told):
+        if isinstance(self.denoiser, Denoiser):
             self.denoiser.sigma = sigma
 
     def forward(self, images: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Denoised(Model):
 
 def check_noise(model: Model) -> None:
     """Refuses a denoiser that needs to know the noise where there is none."""
-    if isinstance(model, Denoised) and isinstance(model.denoiser, Told):
+    if isinstance(model, Denoised) and isinstance(model.denoiser, Denoiser):
         raise InputError("this denoiser is for noise of a known sigma; use it with --method smoothing")
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipcert.denoisers._told import Told
+from lipcert.denoisers._denoiser import Denoiser
 from lipcert.errors import InputError, first_line
 
 WEIGHTS = Path(__file__).parents[1] / "assets" / "natural_denoiser.safetensors"
@@ -77,7 +77,7 @@ class NaturalNet(nn.Module):
         return noise
 
 
-class Natural(Told):
+class Natural(Denoiser):
     """:class:`NaturalNet` with the weights that come with lipcert, for images of any size.
 
     ``python -m benchmarks.train_denoiser`` made the weights: it says on which images, under which noise, and for which

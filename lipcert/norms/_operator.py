@@ -14,7 +14,7 @@ from lipcert.errors import InputError
 from lipcert.norms._conv import zero_padded_norm
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._geometry import Geometry, Padding, Size, per_dimension
-from lipcert.numerics import Estimator, Upper, computed_l2_norm, estimated, give_back, held, l2_norm, or_estimated
+from lipcert.numerics import Estimator, Upper, computed_l2_norm, detached, estimated, give_back, l2_norm, or_estimated
 
 # Factors that a network multiplies are multiplied here in float64, and each product rounds. A sum with 1 enlarges a
 # relative error at most 2¹⁰ times. With that included, 1000 successive roundings change an entry by less than this
@@ -47,7 +47,7 @@ class Operator:
         rows: Tensor | None = None,
         columns: Tensor | None = None,
     ):
-        self.weight = held(weight)
+        self.weight = detached(weight)
         self.geometry, self.size, self.identity, self.rows, self.columns = geometry, size, identity, rows, columns
 
     @property

@@ -14,11 +14,11 @@ from lipcert.numerics._estimate import (
     Estimated,
     Estimator,
     as_tensor,
+    detached,
     estimated,
     estimating,
-    held,
     or_estimated,
-    through,
+    with_slope,
 )
 from lipcert.numerics._formats import DTYPES, EXTRA, OWN_ROUNDING, REAL, ConstantErrors, Format
 from lipcert.numerics._l2 import (

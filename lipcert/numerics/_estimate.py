@@ -138,7 +138,7 @@ def estimating(estimator: Estimator) -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
-def held(tensor: Tensor) -> Tensor:
+def detached(tensor: Tensor) -> Tensor:
     """The tensor; detached unless :func:`estimating` is active."""
     return tensor.detach() if _ACTIVE.get() is None else tensor
 
@@ -170,7 +170,7 @@ def or_estimated(estimate: Callable[..., Upper]) -> Callable[[Callable[..., Uppe
     return decorate
 
 
-def through(function: Callable[[float], Upper], number: Upper) -> Upper:
+def with_slope(function: Callable[[float], Upper], number: Upper) -> Upper:
     """function(number); for an estimate, with a gradient computed from a difference quotient."""
     value = function(float(number))
     if not isinstance(number, Estimated) or not value.finite or not number > 0:

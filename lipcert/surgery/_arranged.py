@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
-from lipcert.numerics import Bound, Upper, through
+from lipcert.numerics import Bound, Upper, with_slope
 from lipcert.surgery._attention import L2Attention, biased_gain, uniform_gain, worst_masks
 
 ARRANGEMENTS = ("tokens", "grid", "channels", "units", "windows")
@@ -182,8 +182,10 @@ class L2SetAttention(L2Attention):
         reach = self._reach(token_norm)
         biases = self._biases(tokens, mask, shared, float(reach))
         if biases is None:
-            return self._bound([through(partial(uniform_gain, tokens), reach)] * self.num_heads)
-        return self._bound([max((through(partial(biased_gain, b), reach) for b in head), key=Upper) for head in biases])
+            return self._bound([with_slope(partial(uniform_gain, tokens), reach)] * self.num_heads)
+        return self._bound(
+            [max((with_slope(partial(biased_gain, b), reach) for b in head), key=Upper) for head in biases]
+        )
 
     def _set_size(self, shape: tuple[int, ...]) -> int:
         channel = 0 if self.arrangement == "channels" else -1
@@ -354,7 +356,7 @@ class L2RotaryAttention(L2Attention):
         tokens = self._tokens(input_shape)
         rho = self._largest_turn(rope)
         reach = self._reach(None if token_norm is None else token_norm * rho)
-        return self._bound([through(partial(uniform_gain, tokens), reach) * rho * rho] * self.num_heads)
+        return self._bound([with_slope(partial(uniform_gain, tokens), reach) * rho * rho] * self.num_heads)
 
     def result_norm(self, token_norm: Upper, rope: Tensor | None = None) -> Upper:
         """Like :meth:`L2Attention.result_norm`, with one factor ρ for the rotation and one for the rotation back."""

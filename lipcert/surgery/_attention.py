@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from lipcert.errors import InputError
 from lipcert.norms import dense_norm
-from lipcert.numerics import INFINITE, UNIT, Bound, Upper, as_tensor, held, through
+from lipcert.numerics import INFINITE, UNIT, Bound, Upper, as_tensor, detached, with_slope
 from lipcert.surgery._distance import attention_gain
 from lipcert.surgery._linear import LipLinear
 
@@ -163,7 +163,7 @@ class L2Attention(nn.Module):
             InputError: if the shape does not fit, or a weight is not finite.
         """
         tokens = self._tokens(input_shape)
-        gain = through(partial(uniform_gain, tokens), self._reach(token_norm))
+        gain = with_slope(partial(uniform_gain, tokens), self._reach(token_norm))
         return self._bound([gain] * self.num_heads)
 
     def result_norm(self, token_norm: Upper) -> Upper:
@@ -202,7 +202,7 @@ class L2Attention(nn.Module):
             raise InputError("a weight of L2Attention holds NaN or an infinity; check the checkpoint")
         if not all(gain.finite for gain in gains):
             return Bound.deterministic(math.inf, method, _REFERENCE)
-        queries, values, output = (held(weight).double().cpu() for weight in weights)
+        queries, values, output = (detached(weight).double().cpu() for weight in weights)
         queries, values = self._by_head(queries), self._by_head(values)
         outputs = output.unflatten(1, (self.num_heads, self.value_dim)).transpose(0, 1)
         mixing = queries @ values.transpose(1, 2) * self.scale

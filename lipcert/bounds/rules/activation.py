@@ -108,8 +108,8 @@ def entrywise_box(walk: Walk, node: Node, x: State) -> State:
         return unknown(walk, node, x)
     reach = x.reach * gain * INFLATE
     rounding = flat(walk.value(node).abs()).amax(1) * EVALUATION
-    way = extended(x, torch.full_like(x.value, gain))
-    return walk.result(node, reach, reach, way=way, rounding=over(rounding, reach).expand_as(reach))
+    factors = extended(x, torch.full_like(x.value, gain))
+    return walk.result(node, reach, reach, factors=factors, rounding=over(rounding, reach).expand_as(reach))
 
 
 def _rounds(*targets: Any, error: Callable[[Tensor, Format], Tensor]) -> None:
@@ -244,7 +244,7 @@ class LogSigmoid(Smooth):
 @box("neg")
 def negated_box(walk: Walk, node: Node, x: State) -> State:
     """The upper and the lower deviation are exchanged."""
-    return walk.result(node, x.down, x.up, way=extended(x, torch.ones_like(x.value)))
+    return walk.result(node, x.down, x.up, factors=extended(x, torch.ones_like(x.value)))
 
 
 box("relu", inactive=True)(clip)
@@ -332,8 +332,8 @@ def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
     up, down = gap(walk.replay(node, high), walk.value(node)), gap(walk.value(node), walk.replay(node, low))
     weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, slope.clamp_min(1)))
     error = torch.maximum(low.abs(), high.abs()) * slope * 2.0**-51
-    way = extended(x, weight, local=True)
-    return walk.result(node, up, down, way=way, rounding=torch.where(x.reach > 0, error, 0.0))
+    factors = extended(x, weight, local=True)
+    return walk.result(node, up, down, factors=factors, rounding=torch.where(x.reach > 0, error, 0.0))
 
 
 @remainder("leaky_relu", "prelu")

@@ -29,7 +29,7 @@ from lipcert.bounds._rounding import Operand, aligned, each_of, zeros
 from lipcert.bounds._value import Origin, Scale, Value, largest, rounded_down
 from lipcert.graph import Node
 from lipcert.norms import COMPOSED
-from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, held
+from lipcert.numerics import INFINITE, INFLATE, Format, Upper, at_most, detached
 
 # Each entry of the result is a multiple of one entry of the operand, plus a constant: by a number, or by a constant.
 _ENTRYWISE = Schur(terms=evenly(lambda node: 1))
@@ -47,7 +47,7 @@ def _size(constant: Any) -> Upper:
 
 def _broadcast(constant: Any, x: Value) -> Tensor:
     """The constant as float64 with as many dimensions as x."""
-    tensor = held(torch.as_tensor(constant, dtype=torch.float64))
+    tensor = detached(torch.as_tensor(constant, dtype=torch.float64))
     return tensor.reshape((1,) * (len(x.shape) - tensor.dim()) + tuple(tensor.shape))
 
 
@@ -177,7 +177,7 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
             return unknown(walk, node, *operands)
         rounding = rounding + x.value.abs() * 2.0**-48
         state = scaled(walk, node, x, x.value.new_full((1,) * x.value.dim(), sign))
-        return walk.result(node, state.up, state.down, way=state.way, rounding=rounding)
+        return walk.result(node, state.up, state.down, factors=state.factors, rounding=rounding)
     up: Tensor | float = 0.0
     down: Tensor | float = 0.0
     constants: list[tuple[State, float]] = []
@@ -318,7 +318,7 @@ def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Valu
     if rounding_mode is not None:
         raise NoAnswer("rounding is not continuous")
     if not isinstance(y, Value):
-        inverse = 1.0 / held(torch.as_tensor(y, dtype=torch.float64))
+        inverse = 1.0 / detached(torch.as_tensor(y, dtype=torch.float64))
         if not torch.isfinite(inverse).all():
             raise NoAnswer("division by zero")
         return mul(call, x, inverse)

@@ -30,7 +30,7 @@ from lipcert.bounds._value import Scale, Value, largest, largest_row_sum
 from lipcert.bounds.rules.linear import constant_arguments, matrix_rounding
 from lipcert.graph import Node
 from lipcert.norms import Geometry, Operator, conv_transpose_norm
-from lipcert.numerics import Format, Upper, held
+from lipcert.numerics import Format, Upper, detached
 
 
 def _products(node: Node, operand: Node) -> float:
@@ -140,7 +140,7 @@ def conv_transpose(
     norm = conv_transpose_norm(weight, x.shape[2:], groups=groups, **geometry)
     # A transposed weight is (inputs, outputs per group, …); here one row holds all weights of one output channel.
     per_output = (
-        held(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
+        detached(weight).reshape(groups, -1, *weight.shape[1:]).transpose(1, 2).reshape(groups * weight.shape[1], -1)
     )
     magnitude = largest_row_sum(per_output) * x.magnitude + (largest(bias) if bias is not None else 0)
     return Value(call.shape, x.lip * norm, magnitude=magnitude)

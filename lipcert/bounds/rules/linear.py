@@ -32,7 +32,7 @@ from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Scale, Value, largest, largest_row_norm, largest_row_sum, vector_norm
 from lipcert.graph import Node
 from lipcert.norms import Operator, verified_norms
-from lipcert.numerics import REAL, Format, Upper, at_most, held, l2_norm
+from lipcert.numerics import REAL, Format, Upper, at_most, detached, l2_norm
 
 # Sums over the last axis of the first factor.
 _MATRIX = Schur(magnitudes=True, terms=evenly(lambda node: arguments(node)["input"].shape[-1]))
@@ -49,11 +49,11 @@ def dense(call: Call, x: Value, weight: Tensor, bias: Tensor | None = None) -> V
     if isinstance(x.map, Scale) and x.base is not None and (folded := matrix.after(x.map.along(-1))) is not None:
         inner, matrix = x.base, folded
         if x.offset is not None:
-            offset, error = constant_part(held(weight), x.offset.to(weight.device), x.offset_error)
+            offset, error = constant_part(detached(weight), x.offset.to(weight.device), x.offset_error)
     else:
         offset = weight.new_zeros(weight.shape[0]).double()
     if offset is not None and bias is not None:
-        offset = offset + held(bias).double()
+        offset = offset + detached(bias).double()
         error = error + (vector_norm(offset) + vector_norm(bias)) * 2.0**-52
     return Value(call.shape, magnitude=magnitude, base=inner, map=matrix, offset=offset, offset_error=error)
 

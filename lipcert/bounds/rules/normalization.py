@@ -20,7 +20,7 @@ from lipcert.bounds._value import Scale, Value, largest
 from lipcert.bounds.rules.arithmetic import _shifted, _times
 from lipcert.graph import Node
 from lipcert.norms import COMPOSED
-from lipcert.numerics import EXTRA, INFINITE, Format, Upper, held, l2_norm, sum_squares
+from lipcert.numerics import EXTRA, INFINITE, Format, Upper, detached, l2_norm, sum_squares
 
 
 def _by_fixed_statistics(node: Node) -> bool:
@@ -49,11 +49,11 @@ def batch_norm(
         raise NoAnswer("a negative variance")
     scale = variance.rsqrt()
     if weight is not None:
-        scale = scale * held(weight).double()
+        scale = scale * detached(weight).double()
     moved = running_mean.detach().double() * scale
     shift = moved.abs()
     if bias is not None:  # the two may cancel, so the rounding error is relative to their absolute values
-        shift = (held(bias).double() - moved).abs() + (held(bias).double().abs() + shift) * 2.0**-49
+        shift = (detached(bias).double() - moved).abs() + (detached(bias).double().abs() + shift) * 2.0**-49
     channels = (1, -1, *[1] * (len(x.shape) - 2))
     return _shifted(call, _times(call, x, scale.reshape(channels)), shift.reshape(channels) * COMPOSED)
 
@@ -69,7 +69,7 @@ def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
     shift = args["running_mean"].double().reshape(scale.shape) * scale
     state = scaled(walk, node, x, scale)
     slack = shift.abs() * 2.0**-48
-    return walk.result(node, state.up, state.down, way=state.way, rounding=slack.expand_as(x.value))
+    return walk.result(node, state.up, state.down, factors=state.factors, rounding=slack.expand_as(x.value))
 
 
 @rounding("batch_norm")
@@ -115,11 +115,11 @@ def _affine(base: Value, weight: Tensor | None, bias: Tensor | None, axis: int, 
     magnitude = base.magnitude * (largest(weight) * COMPOSED if weight is not None else 1)
     if bias is not None:
         magnitude = magnitude + largest(bias)
-    scale = torch.ones(form, dtype=torch.float64) if weight is None else held(weight).double().reshape(form)
+    scale = torch.ones(form, dtype=torch.float64) if weight is None else detached(weight).double().reshape(form)
     last = dims == 1 and axis == len(base.shape) - 1
     offset = None
     if last:
-        offset = scale.new_zeros(base.shape[-1]) if bias is None else held(bias).double()
+        offset = scale.new_zeros(base.shape[-1]) if bias is None else detached(bias).double()
     return Value(base.shape, magnitude=magnitude, base=base, map=Scale(scale), offset=offset)
 
 

@@ -170,7 +170,7 @@ def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
     total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
     weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
-    return walk.result(node, up, down, way=extended(x, weight, local=True), open=False)
+    return walk.result(node, up, down, factors=extended(x, weight, local=True), open=False)
 
 
 class _Windows(Kinked):

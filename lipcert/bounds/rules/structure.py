@@ -31,7 +31,7 @@ def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
 @box("identity", "dropout")
 def same_box(walk: Walk, node: Node, x: State, *templates: State) -> State:
     """The operand itself."""
-    return walk.result(node, x.up, x.down, (x,), way=x.way, constant=lambda: x.constant)
+    return walk.result(node, x.up, x.down, (x,), factors=x.factors, constant=lambda: x.constant)
 
 
 @rounding("identity")

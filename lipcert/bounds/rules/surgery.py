@@ -136,7 +136,7 @@ def max_min_box(walk: Walk, node: Node, x: State) -> State:
     either = torch.maximum(top, bottom)
     first = torch.where(low_a >= high_b, top, torch.where(low_b >= high_a, bottom, either))
     second = torch.where(low_a >= high_b, bottom, torch.where(low_b >= high_a, top, either))
-    return walk.result(node, up, down, way=extended(x, torch.cat((first, second), dim), local=True), open=False)
+    return walk.result(node, up, down, factors=extended(x, torch.cat((first, second), dim), local=True), open=False)
 
 
 rounding(MaxMin)(exact)

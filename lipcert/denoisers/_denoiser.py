@@ -1,4 +1,4 @@
-"""Denoisers that are told the standard deviation of the noise."""
+"""Denoisers for noise of a known standard deviation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import ClassVar
 from torch import nn
 
 
-class Told(nn.Module):
+class Denoiser(nn.Module):
     """A denoiser that works for one σ at a time.
 
-    σ is no part of its state: method smoothing tells its own copy the σ of the run, which stands in the settings of the
-    result.
+    σ is no part of its state: method smoothing sets the σ of the run on its own copy, and the settings of the result
+    record it.
 
     Attributes:
         sigma: standard deviation of the noise, in pixels in [0, 1].
