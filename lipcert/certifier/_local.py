@@ -144,7 +144,8 @@ class Local:
         factors = walk.output.factors
         if factors is None or factors.core is None or walk.boxes.graph.output not in walk.boxes.cores:
             return None
-        return (factors.core, factors.base, flat(factors.inner * factors.base.moving)) if len(factors.core.input_shape) == 2 else None
+        core, base = factors.core, factors.base
+        return (core, base, flat(factors.inner * base.moving)) if len(core.input_shape) == 2 else None
 
     def _differences(self, core: Core, predicted: Tensor) -> Tensor:
         """w_j − w_y, shape (N, classes, features)."""
