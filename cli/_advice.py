@@ -63,7 +63,7 @@ class Advice(NamedTuple):
 def random_weights(stored: bool) -> str:
     """What to do about weights that are random, or stored in a file as if they were."""
     if stored:
-        return "as of a new network, though from a file: train them (lipcert finetune), or give another --checkpoint"
+        return "untrained, although they come from a file: train them (lipcert finetune), or give another --checkpoint"
     return "random: train them (lipcert finetune), or give trained ones with --checkpoint FILE"
 
 

@@ -28,6 +28,7 @@ from lipcert.settings import FACTS, add_method
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```" in path.read_text())
+LONG = ("how-to/from-a-pretrained-checkpoint.md", "how-to/train-a-certifiable-network.md")
 
 
 # The weights and the model arguments that the how-to pages speak of.
@@ -139,7 +140,7 @@ def own_methods():
     add_method()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
 def test_every_block_runs(page, workplace, short_attack, own_methods):
     if page.endswith("many-machines.md"):
         save_artifacts()

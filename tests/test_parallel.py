@@ -80,10 +80,10 @@ def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     monkeypatch.setattr(_parallel, "worker_pool", patient)
     monkeypatch.setattr(_parallel, "_WORTH", 0.0)
     for workers in ("1", "2"):
-        command = ["certify", "--eps", "36/255", "--limit", "9", "--workers", workers, "--out", f"{workers}.jsonl"]
+        command = ["certify", "--eps", "36/255", "--limit", "5", "--workers", workers, "--out", f"{workers}.jsonl"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-    assert len(served) > 4
+    assert len(served) > 2
     one, two = rows("1.jsonl"), rows("2.jsonl")
     assert json.dumps(one) == json.dumps(two)
     assert any(row["method"] == "anchored" for row in two)

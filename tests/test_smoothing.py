@@ -130,7 +130,7 @@ def false_ones(images: int, plan: Plan, share: float) -> int:
 
 @pytest.mark.parametrize(("futility", "alpha"), [(0.05, 1e-3), (0.0, 1e-3), (0.0, 0.05)])
 @pytest.mark.parametrize(
-    ("eps", "images"), [(EPS, 2000), (0.5, 2000), pytest.param(EPS, 200_000, marks=pytest.mark.slow)]
+    ("eps", "images"), [(EPS, 800), (0.5, 800), pytest.param(EPS, 200_000, marks=pytest.mark.slow)]
 )
 def test_images_at_the_true_radius_are_certified_no_more_often_than_promised(
     eps: float, images: int, futility: float, alpha: float

@@ -39,7 +39,7 @@ def test_streams_that_take_nothing(tmp_path, redirection, code):
     assert [sorted(row) for row in rows] == [sorted(rows[0])] * 4
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("cp1252", marks=pytest.mark.slow)])
 def test_outputs_without_greek(tmp_path, encoding):
     name = os.fsdecode(b"r\xe4.jsonl")  # and a name that is not UTF-8
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
