@@ -1,15 +1,18 @@
 """Norms of Jacobians are at least those of the dense Jacobians, whichever way they are computed."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import lipcert
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored
-from lipcert.norms import verified_norms
+from lipcert.norms import factor, verified_norms
 
 
 def seeded(*shape, seed=0):
@@ -69,6 +72,19 @@ class Stem(nn.Module):
         return self.head(x.mean(1))
 
 
+class Narrow(nn.Module):
+    """A value that is read by patches alone, and has more entries than these."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.first, self.patches = nn.Conv2d(2, 5, 3, padding=1), nn.Conv2d(5, width, 4, stride=4)
+        self.mix, self.head = nn.Linear(4 * width, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        x = nn.functional.silu(self.patches(self.first(x))).flatten(1)
+        return self.head(nn.functional.gelu(self.mix(x)))
+
+
 def vit(depth=1):
     model = lipcert.load(
         "vit_tiny_patch16_224", pretrained=False, mean=(0.5,), std=(0.5,), input_size=(1, 4, 8), img_size=(4, 8),
@@ -85,7 +101,10 @@ BUILT = {
     "stem": lambda: lipcert.load(Stem(), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
     "vit": vit,
     "two stages": lambda: vit(2),
+    "narrow": lambda: lipcert.load(Narrow(), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
 }
+# The value that is perturbed, where that is not the image.
+AT = {"narrow": "first"}
 
 
 def built(name):
@@ -105,7 +124,8 @@ def jacobian(at, a, b, number):
 def test_every_norm_is_above_that_of_the_dense_jacobian(name):
     model = built(name)
     images = torch.rand(2, *model.input_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    method = Anchored(model)
+    method = Anchored(model, at=AT.get(name))
+    assert (method.finder.jacobians.narrow is not None) == (name == "narrow")
     at = method(images).linearization
     norms = at.norms
     for a, b in method.plan.pairs:
@@ -139,6 +159,42 @@ def test_no_attack_gets_inside(name):
             (slope,) = torch.autograd.grad(margin.sum(), moved)
             step = slope / slope.flatten(1).norm(dim=1)[:, None, None, None]
             moved = (images - sign * radius[:, None, None, None] * step).detach()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(stride=3), dict(padding=1), dict(stride=1), dict(dilation=2), dict(out_channels=100),
+    ],
+)  # fmt: skip
+def test_only_narrow_patches_that_are_disjoint_stand_for_what_they_read(other):
+    torch.manual_seed(0)
+    net = Narrow()
+    net.patches = nn.Conv2d(**{**dict(in_channels=5, out_channels=6, kernel_size=4, stride=4), **other})
+    net.mix = nn.LazyLinear(12)
+    net(torch.zeros(1, 2, 8, 8))
+    model = lipcert.load(net, mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)).double()
+    assert Anchored(model, at="first").finder.jacobians.narrow is None
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 5), st.integers(-300, 300), st.integers(0, 10**6))
+def test_a_factor_is_at_least_the_matrix_in_every_direction(rows, columns, rank, scale, seed):
+    left, right = seeded(rows, max(rank, 1), seed=seed), seeded(max(rank, 1), columns, seed=seed + 1)
+    matrix = (left @ right if rank else left @ right * 0) * 10.0**scale
+    lower = factor(matrix)
+    assert (lower is None) == (rank == 0)
+    if lower is not None:
+        exact, below = ([[Fraction(x) for x in row] for row in m.tolist()] for m in (matrix, lower))
+        for direction in seeded(5, rows, seed=seed + 2).tolist():
+            v = [Fraction(x) for x in direction]
+            sizes = [
+                sum(sum(x * y for x, y in zip(v, c, strict=True)) ** 2 for c in zip(*m, strict=True))
+                for m in (exact, below)
+            ]
+            assert sizes[0] <= sizes[1]
+        assert torch.linalg.matrix_norm(lower / 10.0**scale, 2) <= (1 + 1e-6) * torch.linalg.matrix_norm(
+            matrix / 10.0**scale, 2
+        )
 
 
 @pytest.mark.parametrize("place", [0, 1])

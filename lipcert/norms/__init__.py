@@ -6,7 +6,7 @@ from lipcert.norms._geometry import Geometry
 from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm, start_vectors
 from lipcert.norms._operator import COMPOSED, Operator, conv_norm, conv_transpose_norm
 from lipcert.norms._scale import KNOWN_NORMS
-from lipcert.norms._verify import dot_error, verified_norms
+from lipcert.norms._verify import dot_error, factor, verified_norms
 from lipcert.norms.budget import Budget, Draw, Ledger, Rigor
 
 __all__ = ["conv_norm", "dense_norm", "lanczos_norm"]

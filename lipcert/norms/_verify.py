@@ -47,6 +47,7 @@ from torch import Tensor
 
 from lipcert import numerics
 from lipcert.norms._estimate import estimate_largest
+from lipcert.norms._scale import normalise
 from lipcert.numerics import INFLATE, UNIT, Upper
 
 CHUNK_BYTES = {"cuda": 2**28, "cpu": 2**26}
@@ -169,6 +170,29 @@ def _above(gram: Tensor, threshold: Tensor) -> Tensor:
     """Upper bounds on the largest eigenvalues, close to the thresholds if these are larger; shape (B,)."""
     relative = gram / threshold[:, None, None]
     return threshold * (_verify(relative, 1.0) + UNIT * sum_squares(relative).sqrt() * INFLATE)
+
+
+def factor(matrix: Tensor) -> Tensor | None:
+    """A square L with M·Mᵀ ⪯ L·Lᵀ and ‖L‖ ≤ (1 + 1e-6)‖M‖ for a matrix M; None where rounding does not allow one.
+
+    Let G be the computed Gram matrix, L a computed Cholesky factor of H = fl(G + s·I), and R = H − L·Lᵀ. Then
+    L·Lᵀ − M·Mᵀ = s·I + (H − G − s·I) − R − (M·Mᵀ − G) is positive semidefinite if s is at least the sum of the norms of
+    the last three terms, which is bounded here: by u‖H‖_F, by the computed R and the rounding of L·Lᵀ and of the
+    difference, and by dot_error(m)‖M‖_F². Then ‖L‖² ≤ ‖M‖² + 2s, and ‖M‖² ≥ ‖M‖_F²/n for n rows.
+    """
+    (rows, columns), (scaled, scale) = matrix.shape, normalise(matrix)
+    if not scale:
+        return None
+    squares, unit = sum_squares(scaled[None])[0], torch.eye(rows, dtype=torch.float64, device=matrix.device)
+    gram = scaled @ scaled.mT
+    shift = 8 * dot_error(columns) * squares
+    shifted = gram + shift * unit
+    lower = torch.linalg.cholesky_ex(shifted)[0].tril()
+    sizes = sum_squares(torch.stack((shifted - lower @ lower.mT, shifted, lower)))
+    lost = sizes[0].sqrt() + dot_error(rows) * (sizes[1].sqrt() + sizes[2]) + dot_error(columns) * squares
+    if not (1.001 * lost <= shift and 2 * rows * shift <= 1e-6 * squares):  # NaN is not small
+        return None
+    return lower * scale
 
 
 def _select(matrices: Tensor, indices: Tensor) -> Tensor:

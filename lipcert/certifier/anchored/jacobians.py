@@ -11,20 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Form, per_image
-from lipcert.certifier.anchored.network import Network
+from lipcert.bounds import Form, arguments, per_image
+from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, run
 from lipcert.norms import (
     Draw,
+    dot_error,
     explicit_norm,
     explicit_row_norms,
+    factor,
     lanczos_error,
     lanczos_norm,
     row_norms,
     start_vectors,
     written_row_norms,
 )
+from lipcert.numerics import l2_norm
 from lipcert.roundoff import Pair
 
 # A Jacobian with at most this many rows or columns is computed in full, which takes fewer products than Lanczos.
@@ -127,8 +130,63 @@ class LinearOperator(NamedTuple):
     adjoint: Callable[[Tensor], Tensor]
 
 
+class Narrowing(NamedTuple):
+    """A convolution z = A a + b through which alone a value a is read, and which has fewer entries than a.
+
+    Its patches are disjoint, so that A is a diagonal of equal blocks W, one for each patch. With a square L such that
+    W Wᵀ ⪯ L Lᵀ (:func:`lipcert.norms.factor`) for each of them, A Aᵀ ⪯ L Lᵀ for their diagonal, and for every matrix G
+
+        ‖G A‖² = ‖G A Aᵀ Gᵀ‖ ≤ ‖G L Lᵀ Gᵀ‖ = ‖G L‖²;
+
+    with G = eᵢᵀ G the same holds for norms of rows. So norms of Jacobians from a are bounded by those of matrices with
+    as many columns as z has entries, and the convolution, which is most of the work, is not evaluated.
+
+    A bound S on the rounding error of products with G A is, times 1 + 1e-6, one for G L, and callers multiply it by
+    more than that: S is a sum of products of bounds on norms and errors of single operations, or of norms of G L
+    themselves; ‖L‖ is at most (1 + 1e-6)‖A‖; and :meth:`of` compares the error of a product with L with that of one
+    with A.
+
+    Attributes:
+        node: z.
+        kernel: L, shape (channels, channels).
+    """
+
+    node: Node
+    kernel: Tensor
+
+    def __call__(self, v: Tensor) -> Tensor:
+        """L v, shape (N, *z.shape)."""
+        return (self.kernel @ v.flatten(-2)).reshape(v.shape)
+
+    @classmethod
+    def of(cls, network: Network) -> Narrowing | None:
+        """That of the source; None if there is none."""
+        source = network.source
+        readers = [node for node in network.chains.links if source in node.operands]
+        if len(readers) != 1 or readers[0].op != "conv2d" or readers[0].entries >= source.entries:
+            return None
+        (node,), call = readers, arguments(readers[0])
+        weight = call["weight"]
+        disjoint = isinstance(weight, Tensor) and call["input"] is source and call.get("padding", 0) in (0, (0, 0))
+        if not disjoint or call.get("stride") != tuple(weight.shape[2:]) or weight.shape[1] != source.shape[1]:
+            return None
+        if call.get("dilation", 1) not in (1, (1, 1)) or call.get("groups", 1) != 1:
+            return None
+        kernel = factor(weight.detach().double().flatten(1))
+        if kernel is None:
+            return None
+        (link,) = network.chains.links[node]
+        kappa = network.local(network.values(an_image(network.model)[:, None])).off[link]
+        error = dot_error(len(kernel)) * l2_norm(kernel.flatten(), 0)
+        return cls(node, kernel) if error <= kappa.min() else None
+
+
 class Jacobians:
-    """Norms of the Jacobians G(a → b) of a network."""
+    """Norms of the Jacobians G(a → b) of a network.
+
+    Attributes:
+        narrow: how the source is read, if that is through a narrow convolution.
+    """
 
     def __init__(
         self,
@@ -141,6 +199,7 @@ class Jacobians:
     ):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
         self.delta = delta
+        self.narrow = Narrowing.of(network)
 
     def within(self, tolerance: float) -> Jacobians:
         """A copy with another tolerance."""
@@ -158,20 +217,25 @@ class Jacobians:
                 "use rigor='probabilistic'"
             )
 
+    def _entry(self, a: Node) -> Node:
+        """The value that is perturbed in place of a."""
+        return a if self.narrow is None or a is not self.network.source else self.narrow.node
+
     def explicit(self, a: Node, rows: int) -> bool:
         """Whether the norm of a G(a → b) with this many rows is computed from its entries, without start vectors."""
-        return self.deterministic or min(a.entries, rows) <= FEW
+        return self.deterministic or min(self._entry(a).entries, rows) <= FEW
 
     def error_factor(self, a: Node, rows: int) -> float:
         """The error of :meth:`norm` for a matrix with these rows, in units of a bound S on that of products with it."""
         if self.explicit(a, rows):
             return explicit_error(a.entries, rows)
-        return lanczos_error(part=start_vectors(self.delta, min(a.entries, rows))[1])
+        return lanczos_error(part=start_vectors(self.delta, min(self._entry(a).entries, rows))[1])
 
     def explicit_rows(self, a: Node, b: Node) -> bool:
         """Whether the largest norm of a row is computed from the entries: of an affine path, once for all images."""
-        few = a.entries <= PROBES or b.entries <= 2 * PROBES
-        return self.deterministic or few or (a.entries <= LONG and self.network.affine_path(a, b))
+        columns = self._entry(a).entries
+        few = columns <= PROBES or b.entries <= 2 * PROBES
+        return self.deterministic or few or (columns <= LONG and self.network.affine_path(a, b))
 
     def operator(
         self,
@@ -183,14 +247,17 @@ class Jacobians:
         form: Form | None = None,
         path: Sequence[Node] | None = None,
     ) -> LinearOperator:
-        """M G(a → b) by autograd.
+        """M G(a → b) by autograd; from a source that is read through a :class:`Narrowing`, M G(z → b) L.
 
         If b does not depend on a, for instance because the value is overwritten, then Gᵀw does not depend on w for
         autograd. A derivative that was detached looks the same. So G = 0 is checked on a random w.
         """
-        source = values[a].detach().requires_grad_()
+        start = a if path is not None else self._entry(a)
+        nominal = values[start].detach()
+        source = nominal.clone().requires_grad_() if start is a else torch.zeros_like(nominal, requires_grad=True)
         with torch.enable_grad():
-            (target,) = self.network.replay(a, source, [b], dict(values), path)
+            entered = source if start is a or self.narrow is None else nominal + self.narrow(source)
+            (target,) = self.network.replay(start, entered, [b], dict(values), path)
             target = target if form is None else form(target)
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
@@ -229,7 +296,7 @@ class Jacobians:
         path: Sequence[Node] | None = None,
     ) -> Tensor:
         """Upper bounds on ‖M G(a → b)‖, shape (N,), before rounding errors are added; in full without a ``draw``."""
-        images, rows, columns = len(values[a]), rows_of(b, values, form), a.entries
+        images, rows, columns = len(values[a]), rows_of(b, values, form), self._entry(a).entries
         if not rows * columns:  # such as the tokens of a class where there are none
             return values[a].new_zeros(images, dtype=torch.float64)
         together = max(1, _MOST // (rows * columns)) if draw is None else images
@@ -254,12 +321,12 @@ class Jacobians:
         form: Form | None,
         path: Sequence[Node] | None,
     ) -> Tensor:
-        images, device, columns = len(values[a]), values[a].device, a.entries
-        inside = self.network.replay.between(a, [b]) if path is None else path
+        images, device, start = len(values[a]), values[a].device, a if path is not None else self._entry(a)
+        inside, columns = self.network.replay.between(start, [b]) if path is None else path, start.entries
         size = min(rows, columns)
         copies = start_vectors(draw.delta, size)[0] if sum(math.prod(node.shape) for node in inside) <= _COPIED else 1
         if copies > 1:
-            read = {a, *(operand for node in inside for operand in node.operands)} - {*inside}
+            read = {start, *(operand for node in inside for operand in node.operands)} - {*inside}
             values = {u: values[u].repeat(copies, *[1] * len(u.shape)) for u in read}
             form = None if form is None else form.only(torch.arange(images, device=device).repeat(copies))
         jacobian = self.operator(a, b, values, several=False, form=form, path=path)
@@ -270,7 +337,7 @@ class Jacobians:
 
     def rows(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
         """Upper bounds on the norms of the blocks of ``block`` consecutive rows of G(a → b), shape (N, blocks)."""
-        images, rows, columns = len(values[a]), b.entries, a.entries
+        images, rows, columns = len(values[a]), b.entries, self._entry(a).entries
         if not rows * columns:
             return values[a].new_zeros(images, max(1, rows // block), dtype=torch.float64)
         together = min(images, max(1, _MOST // (rows * columns))) if self.explicit(a, rows) else images
