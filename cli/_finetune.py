@@ -2,9 +2,10 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -55,6 +56,24 @@ class TrainingImages:
             object.__setattr__(self, "mix_ratio", None)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of the command, which stops at ``until``; ``given`` and ``images`` hold only what was typed."""
+
+    source: Source
+    of_model: ModelOptions
+    teacher: Source | None
+    given: Mapping[str, Any]
+    recipe: str | None
+    images: Mapping[str, Any]
+    classes: Path | None
+    validate: int | None
+    until: float
+    out: Path | None
+    force: bool
+    as_json: bool
+
+
 @options_of(settings=FinetuneSettings, source=ModelOptions, images=TrainingImages)
 def finetune(
     settings: functools.partial[FinetuneSettings],
@@ -85,8 +104,7 @@ def finetune(
     as_json: AsJson = False,
 ) -> None:
     """Train a model for larger certified radii; rerun the command to continue after an interruption."""
-    asked_source, asked_images = source(), images()
-    given = settings.keywords
+    of_model, of_images, given = source(), images(), settings.keywords
     if recipe is None:
         settings()
     else:
@@ -94,21 +112,10 @@ def finetune(
     if validate and (validate < 0 or given.get("ema") is not None):
         raise InputError("--validate takes a number of images, and no ema: it keeps the weights of one epoch")
     until = time.time() + parse_duration(time_budget)
-    source_of_model, of_teacher = Source.of(model), None if teacher is None else Source.of(teacher)
-    start(*asked_source.files, classes, data=asked_images.data)
+    named, of_teacher = Source.of(model), None if teacher is None else Source.of(teacher)
+    start(*of_model.files, classes, data=of_images.data)
     from . import _finetuning
 
     _finetuning.run(
-        given,
-        recipe,
-        asked_source,
-        source_of_model,
-        of_teacher,
-        images.keywords,
-        lists={"classes": classes},
-        validate=validate,
-        until=until,
-        out=out,
-        force=force,
-        as_json=as_json,
+        Plan(named, of_model, of_teacher, given, recipe, images.keywords, classes, validate, until, out, force, as_json)
     )

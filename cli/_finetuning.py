@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,6 @@ from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
 from lipcert.inputs.processes import Processes
-from lipcert.inputs.sources import Source
 from lipcert.model import Model
 from lipcert.results import share
 from lipcert.settings import RECIPES, FinetuneSettings, eps_text
@@ -33,7 +31,7 @@ from lipcert.training import (
 from lipcert.training import finetune as train
 
 from ._advice import TEN_MINUTES, Advice, advise
-from ._finetune import TrainingImages
+from ._finetune import Plan, TrainingImages
 from ._loading import load_model, show_preprocessing, status_of, torchrun
 from ._options import ModelOptions
 from ._output import output
@@ -58,171 +56,190 @@ def _batches(of: TrainingImages, images: Images, model: Model, count: Callable[[
     return Mixed(first, Batches(open_images(of.mix, model, purpose="train"), model, others, _augmentation(of)))
 
 
-def run(
-    given: Mapping[str, Any],
-    recipe: str | None,
-    of_model: ModelOptions,
-    source: Source,
-    teacher: Source | None,
-    images_given: Mapping[str, Any],
-    *,
-    lists: Mapping[str, Any],
-    validate: int | None,
-    until: float,
-    out: Path | None,
-    force: bool,
-    as_json: bool,
-) -> None:
+def run(plan: Plan) -> None:
     """Trains the model and writes it to a file."""
-    _augmentation(TrainingImages(**images_given))  # checks its settings before the model is read
+    _augmentation(TrainingImages(**plan.images))  # checks its settings before the model is read
     with torchrun() as processes:
-        loaded = load_model(source, of_model, new_head=True)
-        reason = "asked for"
-        if recipe is None and "loss" not in given and "sigma" not in given:
-            recipe, reason = recipe_for(loaded)
-        asked = settings_for(loaded, recipe, given)
-        of = TrainingImages(**{**(RECIPES[recipe].images if recipe else {}), **images_given})
-        files, described = of_model.files, asked.described()
-        path = output(out, f"{source.stem}.finetuned", source, files, loaded, "finetune", force, described)
-        unfinished, best = (path.with_name(f"{path.name}.{kind}") for kind in ("checkpoint", "best"))
-        taught = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
-        check_trainable(loaded, asked, taught)
-        images = open_images(of.data, loaded, limit=of.limit, purpose="train", **lists)
-        validation = None
-        measured: list[str] = []
-        fitted = (asked.loss, asked.only) == ("noise", "head")
-        if validate is None and asked.ema is None and not fitted:
-            tenth = len(images) // 10
-            validate = min(tenth, _HELD_OUT[1]) if tenth >= _HELD_OUT[0] else 0
-        if validate:
-            if len(images) <= validate:
-                raise InputError(f"--validate {validate} leaves no images for training; give fewer")
-            images = open_images(of.data, loaded, limit=len(images) - validate, purpose="train", **lists)
-            if not unfinished.exists():  # weights that another training left behind
-                best.unlink(missing_ok=True)
-            validation = Validation(loaded, cast(Batch, images.others(validate)), asked, best)
+        Training(plan, processes)()
 
-        total = len(images) * asked.epochs
-        epochs = "the head is fitted" if fitted else f"{asked.epochs} epochs"
-        with progress(f"measuring accuracy before {epochs}", total) as update:
-            processed = 0
 
-            def count_up(more: int) -> None:
-                nonlocal processed
-                if not processed:  # training has begun, so all settings are valid
-                    if recipe:
-                        say(f"recipe: {recipe} ({reason}); {_chosen(recipe, asked, given)}")
-                    show_preprocessing(images, loaded)
-                processed += more
-                update(processed, total)
+class Training:
+    """One run of the command: the model, its images, the files that it writes, and what it says."""
 
-            def finished(epoch: Epoch) -> None:
-                nonlocal processed
-                if not processed:  # resumed
-                    processed = epoch.number * len(images)
-                if validation is not None:
-                    update(processed, total, f"validating epoch {epoch.number}")
-                figures = {} if validation is None else validation(epoch.number, processes.first)
-                measured[:] = figures
-                _say_epoch(epoch, figures)
-                try:
-                    _check_learning(epoch, figures, validation, len(images), before[0] / before[1])
-                except InputError:  # what is left must not stand in the way of another try
-                    for file in (unfinished, best):
-                        file.unlink(missing_ok=True)
-                    raise
-                update(
-                    processed,
-                    total,
-                    f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}",
-                )
+    def __init__(self, plan: Plan, processes: Processes):
+        self.plan, self.processes = plan, processes
+        self.model = load_model(plan.source, plan.of_model, new_head=True)
+        self.recipe, self.reason = plan.recipe, "asked for"
+        if plan.recipe is None and not {"loss", "sigma"} & plan.given.keys():
+            self.recipe, self.reason = recipe_for(self.model)
+        self.asked = settings_for(self.model, self.recipe, plan.given)
+        self.of = TrainingImages(**{**(RECIPES[self.recipe].images if self.recipe else {}), **plan.images})
+        of_model, described = plan.of_model, self.asked.described()
+        self.path = output(
+            plan.out, f"{plan.source.stem}.finetuned", plan.source, of_model.files, self.model, "finetune", plan.force,
+            described,
+        )  # fmt: skip
+        self.unfinished, self.best = (
+            self.path.with_name(f"{self.path.name}.{kind}") for kind in ("checkpoint", "best")
+        )
+        teacher = plan.teacher
+        self.teacher = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
+        check_trainable(self.model, self.asked, self.teacher)
+        self.images = self._open(self.of.limit)
+        self.fits_head = (self.asked.loss, self.asked.only) == ("noise", "head")
+        self.validation = self._validation()
+        self.measured: list[str] = []  # what the held-out images were measured by
+        self.done, self.total = 0, len(self.images) * self.asked.epochs
 
-            batches = _batches(of, images, loaded, count_up)
-            sample = open_images(of.data, loaded, limit=min(of.limit or _SHOWN, _SHOWN), purpose="train", **lists)
-            before = _accuracy(loaded, sample, processes, asked, update)
-            update(0, total, "fitting the head to noisy images" if fitted else f"epoch 1 of {asked.epochs}")
-            try:
-                train(
-                    loaded,
-                    batches,
-                    teacher=taught,
-                    origin={**asdict(of), **({"validate": validate} if validate else {})},
-                    checkpoint=unfinished,
-                    progress=finished,
-                    until=until,
-                    **vars(asked),
-                )
-            except KeyboardInterrupt as error:
-                outcome = f"rerun to continue from {unfinished}" if unfinished.exists() else "no epoch was finished"
-                raise Interrupted(f"interrupted; {outcome}") from error
-        stopped = loaded.recipe[-1].get("stopped_after")
+    def _open(self, limit: int | None) -> Images:
+        return open_images(self.of.data, self.model, limit=limit, purpose="train", classes=self.plan.classes)
+
+    def _validation(self) -> Validation | None:
+        """Holds out images and measures the network on them, if there are any."""
+        count, tenth = self.plan.validate or 0, len(self.images) // 10
+        if self.plan.validate is None and self.asked.ema is None and not self.fits_head and tenth >= _HELD_OUT[0]:
+            count = min(tenth, _HELD_OUT[1])
+        if not count:
+            return None
+        if len(self.images) <= count:
+            raise InputError(f"--validate {count} leaves no images for training; give fewer")
+        self.images = self._open(len(self.images) - count)
+        if not self.unfinished.exists():  # weights that another training left behind
+            self.best.unlink(missing_ok=True)
+        return Validation(self.model, cast(Batch, self.images.others(count)), self.asked, self.best)
+
+    def __call__(self) -> None:
+        """Trains the network and writes it; prints the result."""
+        epochs = self.asked.epochs
+        begin, first = f"{epochs} epochs", f"epoch 1 of {epochs}"
+        if self.fits_head:
+            begin, first = "the head is fitted", "fitting the head to noisy images"
+        sample = self._open(min(self.of.limit or _SHOWN, _SHOWN))
+        with progress(f"measuring accuracy before {begin}", self.total) as self.update:
+            batches = _batches(self.of, self.images, self.model, self._count)
+            self.before = self._accuracy(sample)
+            self.update(0, self.total, first)
+            self._train(batches)
+        stopped = self.model.recipe[-1].get("stopped_after")
         if stopped is not None:
-            say(f"time: stopped after {stopped} of {asked.epochs} epochs; the same command continues")
-        if validation is not None and validation.epoch:
-            validation.restore()
-        with progress("measuring accuracy") as update:
-            after = _accuracy(loaded, sample, processes, asked, update)
-        count = len(images)
-        facts: dict[str, Any] = {"loss": asked.loss, "eps": asked.eps, "epochs": asked.epochs, "images": count}
-        facts |= {} if images.split is None else {"split": images.split}
-        if processes.first:
-            with busy(f"writing {path}"):
-                save(loaded, path, facts=facts, force=force)
+            say(f"time: stopped after {stopped} of {epochs} epochs; the same command continues")
+        if self.validation is not None and self.validation.epoch:
+            self.validation.restore()
+        with progress("measuring accuracy") as self.update:
+            after = self._accuracy(sample)
+        facts: dict[str, Any] = {"loss": self.asked.loss, "eps": self.asked.eps, "epochs": epochs}
+        facts |= {"images": len(self.images), **({} if self.images.split is None else {"split": self.images.split})}
+        if self.processes.first:
+            with busy(f"writing {self.path}"):
+                save(self.model, self.path, facts=facts, force=self.plan.force)
             if stopped is None:
-                unfinished.unlink(missing_ok=True)
-                best.unlink(missing_ok=True)
-        if as_json:
-            accuracy = {"before": before[0] / before[1], "after": after[0] / after[1]}
-            what = "accuracy_under_noise" if asked.sigma else "clean_accuracy"
-            print_json({"written": str(path), **facts, f"{what}_on_training_images": accuracy})
-            return
-        names = words_of({"classes": lists["classes"]})  # the test images have the same classes, but other labels
-        status = status_of(loaded, [str(path)], eps=eps_text(asked.eps), data="TEST", lists=names, trained=True)
+                self._forget()
+        if self.plan.as_json:
+            accuracy = {"before": self.before[0] / self.before[1], "after": after[0] / after[1]}
+            what = "accuracy_under_noise" if self.asked.sigma else "clean_accuracy"
+            print_json({"written": str(self.path), **facts, f"{what}_on_training_images": accuracy})
+        else:
+            self._print(after)
+
+    def _train(self, batches: Batches | Mixed) -> None:
+        held_out = {} if self.validation is None else {"validate": len(self.validation.labels)}
+        try:
+            train(
+                self.model,
+                batches,
+                teacher=self.teacher,
+                origin={**asdict(self.of), **held_out},
+                checkpoint=self.unfinished,
+                progress=self._finished,
+                until=self.plan.until,
+                **vars(self.asked),
+            )
+        except KeyboardInterrupt as error:
+            left = self.unfinished
+            outcome = f"rerun to continue from {left}" if left.exists() else "no epoch was finished"
+            raise Interrupted(f"interrupted; {outcome}") from error
+
+    def _forget(self) -> None:
+        """Removes what is left of an unfinished training."""
+        for file in (self.unfinished, self.best):
+            file.unlink(missing_ok=True)
+
+    def _count(self, more: int) -> None:
+        """Counts the images of a batch; at the first, training has begun, so all settings are valid."""
+        if not self.done:
+            if self.recipe:
+                say(f"recipe: {self.recipe} ({self.reason}); {_chosen(self.recipe, self.asked, self.plan.given)}")
+            show_preprocessing(self.images, self.model)
+        self.done += more
+        self.update(self.done, self.total)
+
+    def _finished(self, epoch: Epoch) -> None:
+        """Measures and prints an epoch; ends a training in which nothing is learnt."""
+        self.done = self.done or epoch.number * len(self.images)  # resumed
+        figures = {}
+        if self.validation is not None:
+            self.update(self.done, self.total, f"validating epoch {epoch.number}")
+            figures = self.validation(epoch.number, self.processes.first)
+        self.measured[:] = figures
+        _say_epoch(epoch, figures)
+        try:
+            _check_learning(epoch, figures, self.validation, len(self.images), self.before[0] / self.before[1])
+        except InputError:  # what is left must not stand in the way of another try
+            self._forget()
+            raise
+        following = f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}"
+        self.update(self.done, self.total, following)
+
+    def _accuracy(self, images: Images) -> tuple[int, int]:
+        """The numbers of correct predictions, as the loss sees images, and of images; stops after some seconds."""
+        processes, asked, model = self.processes, self.asked, self.model
+        part = slice(processes.rank, None, processes.count)
+        right = processed = 0
+        forward, started = denoised(model, asked), time.monotonic()
+        with processes.together(), torch.no_grad():
+            for batch in images.batches(_EVALUATED * processes.count):
+                pixels = batch.images[part]
+                if asked.sigma is not None and len(pixels):
+                    drawn = [noise(0, index, range(1), pixels.shape[1:], asked.sigma) for index in batch.indices[part]]
+                    pixels = pixels + from_lattice(torch.cat(drawn))
+                predicted = forward(pixels.to(model.device, model.dtype)).argmax(1).cpu()
+                right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
+                processed += len(batch)
+                self.update(processed, len(images), "measuring accuracy")
+                if any(processes.gather(time.monotonic() - started > _SECONDS)):
+                    break
+        return sum(processes.gather(right)), processed
+
+    def _print(self, after: tuple[int, int]) -> None:
+        plan, asked, images, validation = self.plan, self.asked, self.images, self.validation
+        names = words_of({"classes": plan.classes})  # the test images have the same classes, but other labels
+        status = status_of(
+            self.model, [str(self.path)], eps=eps_text(asked.eps), data="TEST", lists=names, trained=True
+        )
         suggestion = advise(status)
         if asked.sigma:
-            noise = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}", *words_of({"denoiser": asked.denoiser})]
-            words = ("certify", path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noise, *TEN_MINUTES)
+            noisy = ["--method", "smoothing", "--sigma", f"{asked.sigma:g}", *words_of({"denoiser": asked.denoiser})]
+            words = ("certify", self.path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noisy, *TEN_MINUTES)
             suggestion = Advice(command(*words))
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
         what += f", behind {asked.denoiser}" if asked.denoiser else ""
         on, best_epoch = "training" if validation is None else "training and held-out", []
         if validation is not None and validation.epoch:
-            what_of = f"; {_MEASURED[measured[-1]]}" if measured else ""
-            best_epoch = [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images{what_of}")]
+            by = f"; {_MEASURED[self.measured[-1]]}" if self.measured else ""
+            best_epoch = [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images{by}")]
+        split = f", split {images.split}" if images.split else ""
         print_facts(
             [
-                ("model", source.word),
-                ("images", f"{count} of {of.data}" + (f", split {images.split}" if images.split else "")),
-                (f"{what}, before", share(*before)),
+                ("model", plan.source.word),
+                ("images", f"{len(images)} of {self.of.data}{split}"),
+                (f"{what}, before", share(*self.before)),
                 (f"{what}, after", f"{share(*after)}, on {on} images"),
                 *best_epoch,
-                ("written", str(path)),
+                ("written", str(self.path)),
                 ("certified", "not yet: run certify"),
                 *suggestion.facts,
             ]
         )
-
-
-def _accuracy(
-    model: Model, images: Images, processes: Processes, asked: FinetuneSettings, update: Callable[..., None]
-) -> tuple[int, int]:
-    """The numbers of correct predictions, as the loss sees images, and of images; stops after some seconds."""
-    part = slice(processes.rank, None, processes.count)
-    right = processed = 0
-    forward, started = denoised(model, asked), time.monotonic()
-    with processes.together(), torch.no_grad():
-        for batch in images.batches(_EVALUATED * processes.count):
-            pixels = batch.images[part]
-            if asked.sigma is not None and len(pixels):
-                drawn = [noise(0, index, range(1), pixels.shape[1:], asked.sigma) for index in batch.indices[part]]
-                pixels = pixels + from_lattice(torch.cat(drawn))
-            predicted = forward(pixels.to(model.device, model.dtype)).argmax(1).cpu()
-            right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
-            processed += len(batch)
-            update(processed, len(images), "measuring accuracy")
-            if any(processes.gather(time.monotonic() - started > _SECONDS)):
-                break
-    return sum(processes.gather(right)), processed
 
 
 def _chosen(recipe: str, asked: FinetuneSettings, given: Mapping[str, Any]) -> str:
