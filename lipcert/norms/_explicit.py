@@ -9,24 +9,31 @@ from torch import Tensor
 
 from lipcert.norms._dense import dense_norm
 from lipcert.norms._lanczos import SMALLEST, Product
+from lipcert.norms._verify import verified_norms
 from lipcert.norms.budget import Draw
 from lipcert.numerics import l2_norm, root_sum
 
 # The number of unit vectors in one product.
 _TOGETHER = 64
+# Eigenvalues of Gram matrices up to this size are computed, those of larger ones estimated by Lanczos.
+_SMALL = 256
 
 
 def explicit_norm(product: Product, images: int, size: int, *, device: torch.device | None = None) -> Tensor:
     """Deterministic upper bounds on ‖J_n‖₂ for a batch of linear maps.
 
-    The maps are applied to the unit vectors, and the norms of the resulting matrices are bounded by
-    :mod:`lipcert.norms._dense`. The cost is ``size`` products and memory for all matrices.
+    The maps are applied to the unit vectors, and the norms of the resulting matrices are bounded: small ones together
+    by :mod:`lipcert.norms._verify`, others by :mod:`lipcert.norms._dense`, which takes no decomposition. The cost is
+    ``size`` products and memory for all matrices.
 
     Rounding: products count as exact; the caller accounts for their error (lipcert.roundoff). The
     result is raised by 1e-9. A map whose square underflows float64 counts as 1e-140, and a map that is not finite as ∞.
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)[:, None].expand(size, images, size)
     columns = torch.cat([product(part).flatten(2) for part in unit.split(_TOGETHER)])
+    if min(columns.shape[::2]) <= _SMALL:
+        norms = verified_norms(columns.movedim(1, 0)) * (1 + 1e-9)
+        return torch.where(columns.any(2).any(0), norms.clamp_min(SMALLEST), 0.0)
     return torch.tensor([_norm(matrix) for matrix in columns.unbind(1)], dtype=torch.float64, device=device)
 
 

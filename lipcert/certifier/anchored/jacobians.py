@@ -345,7 +345,7 @@ class Jacobians:
         for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
             jacobian = self.operator(a, b, part, several=True)
             count, device = len(part[a]), part[a].device
-            if rows <= 2 * PROBES:
+            if rows <= 2 * min(PROBES, columns):
                 norms.append(written_row_norms(jacobian.adjoint, count, rows, block=block, device=device))
             elif draw is None:
                 norms.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
