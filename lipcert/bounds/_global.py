@@ -132,7 +132,7 @@ def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progres
     if isinstance(network := network_of(model), Model):
         model, input_size = network, network.input_size
     if input_size is None:
-        raise InputError("input_size=(C, H, W) is needed for a module that is not a lipcert.Model; give it")
+        raise InputError("a module needs input_size=(C, H, W); wrap a timm model with lipcert.load(model) instead")
     check_weights(model)
     parameter = next(model.parameters(), torch.zeros(()))
     generator = torch.Generator().manual_seed(0)
