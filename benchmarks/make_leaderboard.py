@@ -41,7 +41,8 @@ FOOT = """## What the columns mean
 - *no bound*: the product that CertViT computes for vision transformers leaves out some of their operations.
 - *linear relaxation*, *intervals*, *verification*: bounds on the values of each layer near the image, in the last case
   refined by a complete verifier.
-- "Hu et al. 2023, table 1" and "Huang et al. 2021, table 2" also list networks of earlier papers; the figures are theirs.
+- Table 1 of Hu et al. 2023 and table 2 of Huang et al. 2021 also report networks of earlier papers; their figures are
+  those of the table.
 - "Prach et al. 2024, logs": the last epoch of the training logs of the authors' code at 01e3f2a, for "1-Lipschitz
   Layers Compared" (arXiv 2311.16833); for each layer the size, XS, S or M, that certifies most test images at 36/255.
 - *attacked*: accuracy under the attack of the source at the first ε.
