@@ -38,7 +38,8 @@ FOOT = """## What the columns mean
   for 36/255, and their certificates reach no further than the layers after the cut are nearly linear.
 - *smoothed*: randomized smoothing. The certificate is about the class that the network predicts most often under
   noise, not about the network itself, and fails with a small probability per image.
-- *no bound*: the product that CertViT computes for vision transformers leaves out some of their operations.
+- *no bound*: for vision transformers CertViT's product leaves out some operations, and for linear layers its code takes
+  a ratio of sums, which can be smaller than the norm. No bound stands behind these figures.
 - *linear relaxation*, *intervals*, *verification*: bounds on the values of each layer near the image, in the last case
   refined by a complete verifier.
 - Table 1 of Hu et al. 2023 and table 2 of Huang et al. 2021 also report networks of earlier papers; their figures are
@@ -54,6 +55,7 @@ FOOT = """## What the columns mean
 
 What prints the shares of lipcert's networks, with CIFAR-10's test images as a tar file or a folder:
 """
+_KINDS = "Certificates of the network itself", "Smoothed classifiers", "Published as certified, but no bound"
 _TYPES: dict[str, Any] = {
     "object": dict,
     "string": str,
@@ -119,16 +121,18 @@ def page(entries: Mapping[str, Mapping[str, Any]]) -> str:
 def parts(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
     """The entries of a data set that are comparable, with the title of their table."""
     entries = list(entries)
-    for smoothed in (False, True):
+    for kind in _KINDS:
         for extra in (False, True):
-            some = [e for e in entries if extra is e["extra_data"] and smoothed is is_smoothed(e)]
+            some = [e for e in entries if extra is e["extra_data"] and kind == _kind(e)]
             if some:
-                kind = "Smoothed classifiers" if smoothed else "Certificates of the network itself"
                 yield f"{kind}, {'with' if extra else 'without'} extra data", some
 
 
-def is_smoothed(entry: Mapping[str, Any]) -> bool:
-    return str(entry["certificate"]["kind"]).startswith("smoothed")
+def _kind(entry: Mapping[str, Any]) -> str:
+    certificate = entry["certificate"]
+    if certificate["guarantee"] == "none":
+        return _KINDS[2]
+    return _KINDS[str(certificate["kind"]).startswith("smoothed")]
 
 
 def _table(entries: list[Mapping[str, Any]]) -> list[str]:
@@ -139,6 +143,7 @@ def _table(entries: list[Mapping[str, Any]]) -> list[str]:
     for entry in sorted(entries, key=lambda entry: -entry["certified"].get(first, 0)):
         total, shares, source = TEST_IMAGES[entry["data"]], entry["certified"], entry["source"]
         images, count = entry["images"] or total, entry["parameters"]
+        kind, guarantee = entry["certificate"]["kind"], entry["certificate"]["guarantee"]
         shown = [_percent(shares.get(eps)) for eps in every]
         shown[every.index(first)] = f"**{shown[every.index(first)]}**"
         cited = f"[{source['text']}]({source['url']})" if "url" in source else source["text"]
@@ -148,7 +153,7 @@ def _table(entries: list[Mapping[str, Any]]) -> list[str]:
                 *shown,
                 _percent(entry["clean"]),
                 _percent(entry.get("attacked", {}).get(first)),
-                f"{entry['certificate']['kind']}, {entry['certificate']['guarantee']}",
+                kind if guarantee == "none" else f"{kind}, {guarantee}",
                 "–" if count is None else f"{count / 1e6:.3g} M",
                 f"{images:,} ({interval(round(shares[first] / 100 * images), images)})" if images < total else "all",
                 f"{entry['verified']['recomputed']} rows" if "verified" in entry else "–",
@@ -168,9 +173,9 @@ def picture_of(data: str) -> str:
 
 
 def points(entries: Mapping[str, Mapping[str, Any]], data: str) -> dict[str, list[tuple[float, float]]]:
-    """Clean and certified accuracy at 36/255 of the entries that state both, by the titles of their tables."""
+    """Clean and certified accuracy at 36/255 of the certificates that state both, by the titles of their tables."""
     known = [entry for entry in entries.values() if entry["data"] == data and entry["clean"] is not None]
-    known = [entry for entry in known if "36/255" in entry["certified"]]
+    known = [entry for entry in known if "36/255" in entry["certified"] and entry["certificate"]["guarantee"] != "none"]
     return {title: sorted((e["clean"], e["certified"]["36/255"]) for e in some) for title, some in parts(known)}
 
 
