@@ -79,8 +79,8 @@ def test_what_the_schema_does_not_allow_is_named(change, words) -> None:
 def test_an_entry_is_written_by_verify_and_completed_by_hand(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("certify", "--eps", "36/255,0.3", "--limit", "3", "--method", "gloro", "--out", "r.jsonl", "-q")
-    entry = tmp_path / "mine.json"
-    run("verify", "bundled", "r.jsonl", "--entry", "mine.json")
+    entry = tmp_path / "leaderboard" / "cifar-10" / "mine.json"
+    run("verify", "bundled", "r.jsonl", "--entry", "leaderboard/cifar-10/mine.json")
     found = json.loads(entry.read_text())
     results = _reading.read_run(Path("r.jsonl"))
     assert found["certified"] == {
@@ -95,7 +95,7 @@ def test_an_entry_is_written_by_verify_and_completed_by_hand(tmp_path, monkeypat
     assert [*make_leaderboard.problems(found, SCHEMA)] == []
     found["certificate"]["kind"] = "global"
     entry.write_text(json.dumps(found))
-    run("verify", "bundled", "r.jsonl", "--entry", "mine.json")
+    run("verify", "bundled", "r.jsonl", "--entry", "leaderboard/cifar-10/mine.json")
     again = json.loads(entry.read_text())
     assert again["clean"] == round(100 * results.correct / 3, 2)
     assert (again["network"], again["certificate"]["kind"]) == ("mine", "global")

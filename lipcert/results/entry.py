@@ -36,7 +36,7 @@ def write_entry(path: Path, entry: Mapping[str, Any], run: Run, recomputed: int,
     """Writes the entry with the shares of a run, in percent, and what is known of its certificates.
 
     Args:
-        path: the file, which is replaced.
+        path: the file, which is replaced; a folder that is missing is made.
         entry: from :func:`read_entry`.
         run: the run, verified.
         recomputed: how many of its rows were recomputed and confirmed.
@@ -69,6 +69,7 @@ def write_entry(path: Path, entry: Mapping[str, Any], run: Run, recomputed: int,
         },
     }
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
             partial.write_text(json.dumps(filled, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
