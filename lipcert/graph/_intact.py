@@ -31,6 +31,7 @@ _PLAIN = (Tensor, nn.Parameter)
 _KEYS = {"CPU", "Autograd", "AutogradCPU", "ADInplaceOrView", "BackendSelect"}
 _KEYS |= {"CompositeImplicitAutograd", "CompositeExplicitAutograd"}
 # Packages whose classes make the functions of torch that are not Python's; of these classes, what runs any function.
+_KNOWN: dict[int, tuple[Any, Any]] = {}  # by identity, since not all can be hashed
 _CALLED, _ANY = {"builtins", "torch", "typing"}, (MethodType, torch.jit.ScriptFunction)
 
 
@@ -70,22 +71,29 @@ def check_torch() -> None:
     """Refuses a process in which something replaces the functions of torch, with which all bounds are computed."""
     for space in _NAMESPACES:
         for name, value in vars(space).items():
-            function = _function(value)
             own = name.startswith("_") and not name.startswith("__")  # such as what torch imports for itself
-            if own or (function is None and not _calls_python(value)):
+            if own or _is_known(value):
                 continue
+            function = _function(value)
             source = "" if function is None else function.__code__.co_filename
-            if not source.startswith((_TORCH, _OURS)):
+            if (function is not None or _calls_python(value)) and not source.startswith((_TORCH, _OURS)):
                 raise InputError(
                     f"{space.__name__}.{name} is replaced by a function of {source or repr(value)}, so bounds that "
                     "torch computes are not known to hold; undo that, or leave out what does it"
                 )
+            _KNOWN[id(value)] = value, getattr(value, "__code__", None)
     for name in getattr(torch.library, "_impls", ()):  # torch itself registers some for other devices and transforms
         if name.startswith("aten/") and name.rpartition("/")[2] in _KEYS:
             raise InputError(f"{name} is replaced by a kernel in Python, so no bound is known to hold; undo that")
     for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
         if not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("lipcert."):
             raise InputError(f"{type(mode).__name__} changes what torch's functions compute; leave its with block")
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a value has been checked before, and a function still has its code; others may run another one."""
+    known, code = _KNOWN.get(id(value), (None, None))
+    return known is not None and known is value and (code is None or value.__code__ is code)
 
 
 def is_plain(tensor: Tensor) -> bool:
