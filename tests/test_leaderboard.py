@@ -101,6 +101,13 @@ def test_an_entry_is_written_by_verify_and_completed_by_hand(tmp_path, monkeypat
     assert (again["network"], again["certificate"]["kind"]) == ("mine", "global")
 
 
+def test_an_entry_states_every_eps_that_the_run_was_asked_for(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("certify", "--eps", "1e-7,1e-6", "--limit", "2", "--method", "staged", "--out", "r.jsonl", "-q")
+    run("verify", "bundled", "r.jsonl", "--entry", "mine.json")
+    assert json.loads(Path("mine.json").read_text())["certified"].keys() == {"1e-7", "1e-6"}
+
+
 def test_an_entry_that_cannot_be_written_is_refused_before_rows_are_recomputed(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     run("certify", "--eps", "36/255", "--limit", "2", "--method", "gloro", "--out", "r.jsonl", "-q")

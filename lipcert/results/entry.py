@@ -43,15 +43,13 @@ def write_entry(path: Path, entry: Mapping[str, Any], run: Run, recomputed: int,
         parameters: those of the network.
     """
     total, known = len(run), entry.get("certificate") or {}
-    # A search that ends at the verdict for the first ε says nothing of larger ones.
-    every = run.every_eps[:1] if run.stopped else run.every_eps
     words = [f"{name}: {word}" for name, word in run.words.items() if word]
     attack = {run.eps_typed: _percent(run.withstood, total)} if run.accuracy_under_attack is not None else None
     filled = {
         **_BY_HAND,
         **{name: value for name, value in entry.items() if name != "attacked"},
         "clean": _percent(run.correct, total),
-        "certified": {typed: _percent(run.certified_at(eps), total) for eps, typed in every},
+        "certified": {typed: _percent(run.certified_at(eps), total) for eps, typed in run.every_eps},
         "certificate": {
             "kind": known.get("kind") or (run.holds_for if run.smoothed else ", ".join(run.methods)),
             "guarantee": run.rigor,
