@@ -41,6 +41,21 @@ def test_shares_fall_as_eps_grows_and_no_attack_is_below_the_certified_share() -
         assert entry["images"] is None or entry["images"] <= make_leaderboard.TEST_IMAGES[entry["data"]], name
 
 
+def test_figures_without_a_bound_stand_apart_and_are_not_drawn() -> None:
+    entries = make_leaderboard.read()
+    without = [entry for entry in entries.values() if entry["certificate"]["guarantee"] == "none"]
+    apart = [*make_leaderboard.parts(without)]
+    assert [entry for _, some in apart for entry in some] == without
+    assert all("no bound" in title for title, _ in apart)
+    drawn = [title for data in make_leaderboard.TEST_IMAGES for title in make_leaderboard.points(entries, data)]
+    assert not any("no bound" in title for title in drawn)
+
+
+def test_no_two_entries_are_of_one_network() -> None:
+    names = [(entry["data"], entry["network"]) for entry in make_leaderboard.read().values()]
+    assert len(names) == len({*names})
+
+
 def test_entries_of_checkpoints_that_come_with_lipcert_say_what_their_table_says() -> None:
     assets = make_leaderboard.ROOT / "lipcert" / "assets" / "certified.json"
     table = {row["name"]: row for row in json.loads(assets.read_text())}
