@@ -164,7 +164,7 @@ def _table(entries: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1f} %"
+    return "–" if share is None else f"{share + 1e-9:.1f} %"  # 63.15, which binary fractions miss, is 63.2
 
 
 def picture_of(data: str) -> str:
