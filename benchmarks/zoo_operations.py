@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
 from lipcert.bounds import RULES, kept_whole
-from lipcert.graph import SIGNATURES, Graph, Node, _capture, _composed, canonical, outline
+from lipcert.graph import SIGNATURES, Graph, Node, _capture, _forms, canonical, outline
 from lipcert.numerics import leaves
 
 STRUCTURES = "structures.jsonl"
@@ -212,7 +212,7 @@ def operations(rows: dict[str, dict[str, Any]]) -> str:
     called = {word.strip("()") for name in counts[0] for word in name.split()} | {*recorded}
     for what, known in (
         ("rules", [key for key in RULES if isinstance(key, str)]),
-        ("compositions", _composed._PARTS),
+        ("compositions", _forms._PARTS),
         ("signatures", SIGNATURES),
     ):
         lines += ["", f"{what} that none needs: {', '.join(sorted(key for key in known if key not in called))}"]

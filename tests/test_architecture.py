@@ -1,8 +1,12 @@
-"""Imports point down, and reach into no other package's private modules."""
+"""Imports point down, and reach into no other package's private modules; operations are named in one place."""
 
+import ast
 import re
 
 import layering
+
+from lipcert.bounds import RULES
+from lipcert.graph import SIGNATURES
 
 
 def test_every_unit_has_a_layer() -> None:
@@ -39,3 +43,35 @@ def test_every_package_is_installed() -> None:
         file.parent.relative_to(root).as_posix().replace("/", ".") for file in root.glob("lipcert/**/__init__.py")
     }
     assert set(re.findall(r'"([\w.]+)"', listed[1])) == folders | {"lipcert.cli"}
+
+
+OPERATIONS = {name for name in (*RULES, *SIGNATURES) if isinstance(name, str)}
+# What a capture, which stands below the rules, knows of torch: names and arguments, and functions in other forms.
+TABLES = {"lipcert.graph._operations", "lipcert.graph._forms"}
+# The same words for something else: methods of Python's operators, a question to a rule, the kind of a random draw.
+OTHERWISE = {
+    "lipcert.graph._capture": {"add", "sub", "mul", "pow", "matmul", "getitem", "neg", "abs"},
+    "lipcert.bounds._registry": {"linear"},
+    "lipcert.certifier.anchored.norms": {"norm"},
+}
+
+
+def named(code: str) -> set[str]:
+    """The operations that a string in the code names."""
+    return {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)} & OPERATIONS
+
+
+def test_operations_in_code_are_found() -> None:
+    assert named('if node.op in ("relu", "tanh") or emit("add", f, (x,)):\n    "A relu."') == {"relu", "tanh", "add"}
+
+
+def test_only_rules_name_operations() -> None:
+    """Others ask the registry by tag. Code that handles operations is in these two packages or imports their types."""
+    types = {"Call", "Graph", "Node", "RULES", "tagged"}
+    handling = {found.module for found in layering.imports() if found.name in types}
+    handling |= {module for module in layering.sources() if layering.unit(module) in ("graph", "bounds")}
+    found = {}
+    for module in handling - TABLES:
+        if not module.startswith("lipcert.bounds.rules."):
+            found[module] = named(layering.sources()[module].read_text())
+    assert {module: names for module, names in found.items() if names} == OTHERWISE, "declare a Tag with the rule"

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lipcert.bounds import analyze
+from lipcert.bounds import analyze, explicit_maxima
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, Replay, _graph, _replayed, canonical, capture, explicit_maxima, needed
+from lipcert.graph import Graph, Node, Replay, _forms, _graph, canonical, capture, needed
 
 SIZE = (1, 3, 4, 4)
 
@@ -509,7 +509,7 @@ def test_convolutions_and_their_derivatives_are_those_of_torch(data: st.DataObje
     groups = data.draw(st.sampled_from([1, 1, 1, 2]))
     weight = seeded(4, 2 // groups, *kernel)
     bias = seeded(4, seed=1) if data.draw(st.booleans()) else None
-    limit = data.draw(st.sampled_from([0, _replayed._PATCHES]))
+    limit = data.draw(st.sampled_from([0, _forms._PATCHES]))
 
     class Module(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -517,7 +517,7 @@ def test_convolutions_and_their_derivatives_are_those_of_torch(data: st.DataObje
 
     size = (1, 2, 7, 8)
     images = seeded(*size, seed=2)
-    with patch.object(_replayed, "_PATCHES", limit):
+    with patch.object(_forms, "_PATCHES", limit):
         graph = capture(Module().eval(), images)
         x = seeded(3, *size, seed=3).requires_grad_()
         replay, (node,) = Replay(graph), (node for node in graph.nodes if node.op == "conv2d")

@@ -20,7 +20,6 @@ from lipcert.bounds._global import (
 from lipcert.bounds._jacobian import WINDOW, absolute_products, column_sums, gamma, jacobian_of, lengths, schur_bounds
 from lipcert.bounds._margins import ROUND_DOWN, MarginBounds, margins, radii, row_distances
 from lipcert.bounds._masked import Core
-from lipcert.bounds._patterns import canonical_forms
 from lipcert.bounds._registry import (
     RULES,
     Call,
@@ -28,6 +27,7 @@ from lipcert.bounds._registry import (
     NoAnswer,
     Rule,
     Schur,
+    Tag,
     answer_of,
     box,
     coverage,
@@ -37,7 +37,7 @@ from lipcert.bounds._registry import (
     refusal,
     rounding,
     rule,
-    rule_for,
+    tagged,
 )
 from lipcert.bounds._remainder import (
     Against,
@@ -52,6 +52,8 @@ from lipcert.bounds._remainder import (
 from lipcert.bounds._rounding import Operand, local_error
 from lipcert.bounds._tokens import normalising_norm
 from lipcert.bounds._value import Value
+from lipcert.bounds.rules.expansions import explicit_attention, explicit_maxima
+from lipcert.bounds.rules.patterns import canonical_forms
 from lipcert.numerics import Bound, Estimate, LayerBound
 
 __all__ = [

@@ -43,7 +43,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import replayed
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import Core, core_of
-from lipcert.bounds._registry import RULES
+from lipcert.bounds._registry import RULES, Tag, tagged
 from lipcert.bounds._value import Value
 from lipcert.graph import Graph, Node, evaluate, needed
 from lipcert.norms import Draw, Ledger
@@ -392,13 +392,13 @@ def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     up = (walk.replay(node, *(x.up for x in states)) - zero) * INFLATE
     down = (walk.replay(node, *(x.down for x in states)) - zero) * INFLATE
     rounding: Tensor | float = 0.0
-    if node.op in ("mean", "sum") or "pool" in str(node.op):
+    if tagged(node, Tag.SUMS):
         rounding = walk.replay(node, *(x.value.abs() for x in states)) * (math.prod(order[0].shape) * 2.0**-50)
 
     def side_by_side() -> Tensor:
         return root_sum(*(x.constant for x in states)) * INFLATE
 
-    once = node.op in ("cat", "stack") and len(states) == len(node.operands)
+    once = tagged(node, Tag.JOINS) and len(states) == len(node.operands)
     return walk.result(node, up, down, states, constant=side_by_side if once else None, rounding=rounding)
 
 

@@ -17,22 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds._arguments import named
-from lipcert.bounds._patterns import canonical_forms
-from lipcert.bounds._registry import RULES, Call, NoAnswer, answer_of, check_entries, kept_whole, refusal
+from lipcert.bounds._registry import RULES, Call, NoAnswer, Tag, answer_of, check_entries, kept_whole, refusal, tagged
 from lipcert.bounds._scales import check_scales
 from lipcert.bounds._value import Value
+from lipcert.bounds.rules.patterns import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
-from lipcert.graph import (
-    PIECES,
-    Graph,
-    Node,
-    capture,
-    examine,
-    examples,
-    needed,
-    same_logits,
-    without_fused_kernels,
-)
+from lipcert.graph import Graph, Node, capture, examine, examples, needed, same_logits, without_fused_kernels
 from lipcert.model import Model, alone, network_of, unusable
 from lipcert.numerics import INFINITE, Bound, LayerBound, RealArithmetic, Upper, is_out_of_memory, leaves
 
@@ -149,11 +139,6 @@ def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progres
     return analysis
 
 
-# Operations without a rule whose unused results are harmless: torch.max also returns the indices of the largest
-# entries.
-_HARMLESS = frozenset(("argmax", "argmin", "part"))
-
-
 def _check_unused(graph: Graph) -> None:
     """Refuses operations without a rule even if the output does not read their result.
 
@@ -161,10 +146,11 @@ def _check_unused(graph: Graph) -> None:
     operands are refused too: an index out of range raises an error, which code may catch.
     """
     used = set(needed(graph).nodes)
+    known = {op for op, rule in RULES.items() if rule.lipschitz is not None or Tag.POSITIONS in rule.tags}
     unknown = [
         (f"{node.name} (its result is not used)", node.path)
         for node in graph.nodes
-        if node not in used and (not (_has_rule(node.op) or node.op in _HARMLESS) or _counts(node.operands))
+        if node not in used and (node.op not in known or _counts(node.operands))
     ]
     if unknown:
         raise UnsupportedOperation(unknown)
@@ -174,10 +160,6 @@ def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
     """Like :func:`analyze`, with gradients and without checks, inside :func:`lipcert.numerics.estimating`."""
     graph = canonical_forms(capture(model, image, whole=kept_whole, gradients=True), "lipschitz", [])
     return Analysis(graph, global_values(graph))
-
-
-def _has_rule(op: Any) -> bool:
-    return op in RULES and RULES[op].lipschitz is not None
 
 
 def _counts(operands: Sequence[Node]) -> bool:
@@ -256,7 +238,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise NoAnswer(f"its result is {node.dtype}, not real")
     check_entries(node)
     if isinstance(node.op, str):
-        if not node.single and node.op not in PIECES:
+        if not node.single and not tagged(node, Tag.SPLITS):
             raise NoAnswer("several results")
         kwargs = named(kwargs)
         if "input" in kwargs and not args:

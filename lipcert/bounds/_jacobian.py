@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._registry import Jacobian, NoAnswer, Schur, rule_for
+from lipcert.bounds._registry import RULES, Jacobian, NoAnswer, Schur
 from lipcert.bounds._remainder import per_image, remainder_of
 from lipcert.graph import Node, run_each
 from lipcert.numerics import UNIT, l2_norm, mapped
@@ -79,7 +79,7 @@ def bilinear(gain: Tensor, terms: float) -> Bounds:
 
 def jacobian_of(node: Node) -> Jacobian | Schur | None:
     """The bounds on its Jacobian that an operation's rule knows, in the form in which it is called."""
-    rule = rule_for(node.op)
+    rule = RULES.get(node.op)
     try:
         affine = remainder_of(node) is None
     except NoAnswer:

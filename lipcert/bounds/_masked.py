@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
+from lipcert.bounds._registry import Tag, tagged
 from lipcert.graph import Node
 from lipcert.norms import Draw, lanczos_error, lanczos_norm, verified_norms
 from lipcert.numerics import INFLATE, root_of_squares, without_cudnn
@@ -42,7 +43,7 @@ class Core:
         self.positive, self.negative = weight.clamp_min(0), (-weight).clamp_min(0)
         self.operation = operation
         self.fan_in = fan_in
-        self.matrixlike = node.op in ("linear", "matmul")
+        self.matrixlike = not tagged(node, Tag.CONVOLVES)
         self.input_shape, self.output_shape = node.operands[0].shape, node.shape
         channels = (1,) * (1 if self.matrixlike else len(node.shape) - 2)
         self.bias = 0.0 if bias is None else bias.abs().reshape(-1, *(() if self.matrixlike else channels))
@@ -144,11 +145,11 @@ class Core:
 
 def core_of(node: Node) -> Core | None:
     """The operator of a captured linear layer or convolution whose weights do not depend on the image, or None."""
-    if node.op not in ("linear", "matmul", "conv1d", "conv2d", "conv3d"):
+    if not tagged(node, Tag.DENSE, Tag.MATRIX_PRODUCT, Tag.CONVOLVES):
         return None
     args = arguments(node)
     weight, bias = args.get("weight"), args.get("bias")
-    if node.op == "matmul":
+    if tagged(node, Tag.MATRIX_PRODUCT):
         right = args["other"]
         if not isinstance(right, Tensor) or right.dim() != 2 or len(node.operands[0].shape) < 2:
             return None
@@ -156,9 +157,9 @@ def core_of(node: Node) -> Core | None:
     if not isinstance(weight, Tensor) or isinstance(bias, Node) or not isinstance(args["input"], Node):
         return None
     weight, bias = weight.detach(), None if bias is None else bias.detach()
-    if node.op == "linear":
+    if tagged(node, Tag.DENSE):
         return Core(node, weight, bias, F.linear, weight.shape[1])
-    function = {"conv1d": F.conv1d, "conv2d": F.conv2d, "conv3d": F.conv3d}[node.op]
+    function: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
     geometry = {key: args[key] for key in ("stride", "padding", "dilation", "groups") if key in args}
 
     def convolve(x: Tensor, kernel: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,36 @@ class NoAnswer(Exception):
     """Raised by a rule for arguments that it does not cover; reported together with operations that have no rule."""
 
 
+class Tag(enum.Flag):
+    """What an operation is, for code that treats such operations alike and names none; see :func:`tagged`."""
+
+    MOVES = 1 << 0  # every entry of the result is one of the operands or of the constants
+    REARRANGES = 1 << 1 | MOVES  # every entry of the one operand once
+    KEEPS = 1 << 2 | REARRANGES  # in the same order
+    COPIES = 1 << 3 | KEEPS  # a cast, a copy or another layout
+    SPLITS = 1 << 4 | MOVES  # a tuple of disjoint parts
+    PART = 1 << 5 | MOVES  # one result of an operation with several
+    JOINS = 1 << 6 | MOVES  # operands side by side
+    NEGATES = 1 << 7
+    ADDS = 1 << 8  # x ± αy
+    SUBTRACTS = 1 << 9 | ADDS  # x − αy
+    SCALES = 1 << 10  # xy, x/y
+    SUMS = 1 << 11  # sums or means of groups of entries
+    CONTRACTS = 1 << 12  # every entry is a sum of products with entries of a second factor
+    MATRIX_PRODUCT = 1 << 13 | CONTRACTS  # the matrix product of ``input`` and ``other``
+    DENSE = 1 << 14 | CONTRACTS  # Wx + b along the last axis, with the arguments ``input``, ``weight`` and ``bias``
+    CONVOLVES = 1 << 15 | CONTRACTS  # the same along as many axes as a kernel has
+    RECTIFIES = 1 << 16  # max(x, 0)
+    POSITIONS = 1 << 17  # positions of entries; harmless where they are not read
+    SINGULAR = 1 << 18  # the last positional argument has to stay away from 0
+    # What bounds the errors of constants that a network computes: see lipcert.roundoff.
+    ENTRYWISE = 1 << 19  # the Lipschitz constant, for each entry by itself
+    MONOTONE = 1 << 20  # the results at both ends of the interval of an entry
+    MONOTONE_IN_SECOND = 1 << 21  # the same for the second argument, if the first is a constant
+    WHOLE = 1 << 22  # whole numbers give whole numbers, exactly, if no sum on the way is larger than 1/u
+    WIDENS = 1 << 23  # the result may have a wider type, to which torch converts the operand first
+
+
 @dataclass(frozen=True)
 class Rule:
     """The bounds on one operation, one attribute for each question that certificates ask.
@@ -58,6 +89,7 @@ class Rule:
             norm of an operation with a remainder is computed separately.
         rounding: the rounding errors of the deployed operation, shape (N, *node.shape). ``rounding(node, operands, fmt)
             -> Tensor``, with operands as :class:`~lipcert.bounds.Operand`. Registered by :func:`rounding`.
+        tags: what else is known of the operation. Registered by :func:`rule` or :func:`tag`.
     """
 
     key: Any
@@ -69,6 +101,7 @@ class Rule:
     remainder: type[Any] | None = None
     jacobian: Jacobian | None = None
     rounding: Callable[..., Any] | None = None
+    tags: Tag = Tag(0)
     # The methods of a module class at the time each answer was registered.
     methods: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
 
@@ -103,24 +136,23 @@ class Schur:
         terms: ``terms(node, operand)``, the largest number of terms in the sum that gives an entry of J v or Jᵀu. None
             if the entries of J are 0, 1 and −1: then the sums of its rows and columns are these numbers.
         signs: the absolute values of a row or column of J sum to at most this multiple of what the test finds.
-        moves: whether every entry of the result is one of the operands or of the constants, so that no bound assumes
-            that there are entries.
     """
 
     magnitudes: bool = False
     terms: Callable[[Node, Node], float] | None = None
     signs: float = 1.0
-    moves: bool = False
 
 
 COUNTED = Schur()
-MOVED = Schur(moves=True)
 
 RULES: dict[Any, Rule] = {}
 
 
 def rule(
-    *targets: Any, linear: bool | Callable[[Node], bool] | None = None, schur: Schur | None = None
+    *targets: Any,
+    linear: bool | Callable[[Node], bool] | None = None,
+    schur: Schur | None = None,
+    tags: Tag | None = None,
 ) -> Callable[[Answer], Answer]:
     """Registers the Lipschitz constants of one or several operations.
 
@@ -132,6 +164,7 @@ def rule(
             function of the captured operation if that depends on the arguments. None keeps the value of an earlier
             rule.
         schur: for ``linear`` operations, how their matrix is bounded. The norm of others is computed.
+        tags: what else is known of the operations. None keeps the tags of an earlier rule.
 
     Returns:
         A decorator for ``answer(call, *args, **kwargs) -> Value``. The docstring of ``answer`` names its source or
@@ -145,7 +178,7 @@ def rule(
         ...     return x.bounded(x.lip)
     """
 
-    flags: dict[str, Any] = {} if schur is None else {"schur": schur}
+    flags: dict[str, Any] = {name: x for name, x in (("schur", schur), ("tags", tags)) if x is not None}
     if linear is not None:
         flags["linear"] = linear if callable(linear) else _always if linear else None
     return partial(registered, "lipschitz", targets, **flags)
@@ -182,6 +215,16 @@ def rounding(*targets: Any) -> Callable[[Answer], Answer]:
     return partial(registered, "rounding", targets)
 
 
+def tag(tags: Tag, *targets: Any) -> None:
+    """Registers what operations without a rule of their own are; targets as for :func:`rule`."""
+    registered("tags", targets, tags)
+
+
+def tagged(node: Node, *tags: Tag) -> bool:
+    """Whether an operation has one of these tags."""
+    return node.op in RULES and any(tag in RULES[node.op].tags for tag in tags)
+
+
 def _always(node: Node) -> bool:
     return True
 
@@ -196,7 +239,7 @@ def in_one_operand(node: Node) -> bool:
     return len(node.operands) == 1
 
 
-def registered(question: str, targets: tuple[Any, ...], answer: Answer, **flags: Any) -> Answer:
+def registered(question: str, targets: tuple[Any, ...], answer: Any, **flags: Any) -> Any:
     """Registers the answer to a question for all targets, and returns it."""
     changes: dict[str, Any] = {question: answer, **flags}
     for key in map(key_of, targets):
@@ -235,10 +278,9 @@ def check_entries(node: Node) -> None:
 
     A sum over no entries is 0, a largest entry −∞, a softmax over no entries sums to 0, and attention to no keys is 0:
     facts that hold for all other groups (a floor, a mass, a mean) fail there. Values without entries may only be cut
-    off, moved, and put together with others again (:attr:`Schur.moves`).
+    off, moved, and put together with others again.
     """
-    rule = RULES.get(node.op)
-    if rule is not None and rule.schur is not None and rule.schur.moves:
+    if tagged(node, Tag.MOVES):
         return
     sizes = [node.entries, *(operand.entries for operand in node.operands if operand.single)]
     if 0 in sizes or not all(tensor.numel() for tensor in node.tensors):
@@ -248,11 +290,6 @@ def check_entries(node: Node) -> None:
 def refusal(node: Node, reason: NoAnswer) -> tuple[str, str]:
     """An operation that no rule covers, with the reason, and its module path: for ``UnsupportedOperation``."""
     return f"{node.name} ({reason})" if str(reason) else node.name, node.path
-
-
-def rule_for(op: Any) -> Rule | None:
-    """The rule of an operation or of a module class."""
-    return RULES.get(op)
 
 
 def key_of(target: Any) -> Any:

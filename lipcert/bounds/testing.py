@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lipcert.bounds import Analysis, Boxes, NoAnswer, Operand, Walk, analyze, kept_whole, local_error, remainder_of
+from lipcert.bounds.rules.expansions import explicit_attention
 from lipcert.errors import InputError
-from lipcert.graph import Node, capture, explicit_attention, needed, run
+from lipcert.graph import Node, capture, needed, run
 from lipcert.numerics import DTYPES, Format
 
 _RADII = (1e-2, 0.3, 1.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from lipcert import roundoff
 from lipcert.bounds import (
     ROUND_DOWN,
+    RULES,
     Analysis,
     Boxes,
     Core,
@@ -20,7 +21,6 @@ from lipcert.bounds import (
     analyze,
     flat,
     radii,
-    rule_for,
 )
 from lipcert.certifier._method import Method, NormsDone, Subject
 from lipcert.certifier._search import search_open
@@ -194,5 +194,5 @@ class LocalMethod(Method):
     @classmethod
     def adds(cls, subject: Subject) -> bool:
         """Whether the network has units that can be constant on a ball; otherwise local bounds equal global ones."""
-        rules = (rule_for(node.op) for node in subject.analysis.graph.nodes)
+        rules = (RULES.get(node.op) for node in subject.analysis.graph.nodes)
         return any(rule is not None and rule.inactive for rule in rules)

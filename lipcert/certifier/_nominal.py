@@ -28,9 +28,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Analysis
+from lipcert.bounds import Analysis, explicit_attention
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Node, Replay, evaluate, explicit_attention, needed
+from lipcert.graph import Node, Replay, evaluate, needed
 from lipcert.model import Model
 from lipcert.roundoff import ENTRIES_AT_ONCE, REAL, Chains, OperationRounding, Roundoff
 

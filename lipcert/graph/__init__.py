@@ -7,15 +7,13 @@ no bounds.
 
 from lipcert.graph._capture import capture, outline, unchecked
 from lipcert.graph._constants import MADE, UNKNOWN
-from lipcert.graph._graph import PIECES, REARRANGING, Emit, Graph, Node, canonical, rewritten, run
+from lipcert.graph._graph import Emit, Graph, Node, rewritten, run
 from lipcert.graph._intact import alterations, check_torch
-from lipcert.graph._signatures import SIGNATURES, SYNONYMS
+from lipcert.graph._operations import SIGNATURES, SYNONYMS, canonical
 from lipcert.graph._stages import (
     Replay,
     cuts,
     evaluate,
-    explicit_attention,
-    explicit_maxima,
     logits,
     needed,
     run_each,

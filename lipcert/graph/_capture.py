@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
-from lipcert.graph._composed import code_of, parts_of
 from lipcert.graph._constants import Constants, out_of_place, without_caches
-from lipcert.graph._graph import Graph, Node, canonical, tensors_in
+from lipcert.graph._forms import APART, REPLAYED_AS, code_of, parts_of
+from lipcert.graph._graph import Graph, Node, tensors_in
 from lipcert.graph._intact import check_torch, is_plain
-from lipcert.graph._replayed import APART, REPLAYED_AS
-from lipcert.graph._signatures import placed
+from lipcert.graph._operations import COPY, PART, PIECE, canonical, placed
 from lipcert.graph._witness import (
     FORMED_LIKE,
     MOVED,
@@ -228,7 +227,7 @@ class _Recorder:
                 if self.computed is not None and tensor is not widened:
                     self.computed.same(widened, tensor)
         op = canonical(function)
-        if op != "getitem" and any(isinstance(leaf, np.ndarray) for leaf in leaves((args, kwargs))):
+        if op != PIECE and any(isinstance(leaf, np.ndarray) for leaf in leaves((args, kwargs))):
             raise self.refusal("a NumPy array among the operands")
         args, kwargs = placed(function, op, args, kwargs, _tracks)
         name = getattr(function, "__name__", "")
@@ -283,7 +282,7 @@ class _Recorder:
             function = out_of_place(function)
             node_kwargs.pop("inplace", None)
             outcome = target.tensor
-        if op == "identity" and name in ("contiguous", "clone"):  # vmap supports only the default memory layout
+        if op == COPY and name in ("contiguous", "clone"):  # vmap supports only the default memory layout
             node_args, node_kwargs = node_args[:1], {}
         if name in ("detach", "detach_"):  # replays are differentiated, and a detached value still depends on the image
             function = torch.clone
@@ -348,7 +347,7 @@ class _Recorder:
                 if part is None:
                     parts.append(None)
                     continue
-                pick = Node("part", operator.getitem, (node, index), {}, self.path, tuple(part.shape), dtype=part.dtype)
+                pick = Node(PART, operator.getitem, (node, index), {}, self.path, tuple(part.shape), dtype=part.dtype)
                 self.nodes.append(pick)
                 parts.append(Tracked(part, pick, self))
             return type(outcome)(parts)

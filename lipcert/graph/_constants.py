@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lipcert.graph._composed import parts_of
-from lipcert.graph._graph import Node, canonical
-from lipcert.graph._signatures import placed
+from lipcert.graph._forms import parts_of
+from lipcert.graph._graph import Node
+from lipcert.graph._operations import PART, canonical, placed
 from lipcert.graph._witness import Pausable, write_count
 from lipcert.numerics import leaves, mapped, spelled_out
 
@@ -86,7 +86,7 @@ class Constants(Pausable, TorchFunctionMode):
             return
         op = canonical(function)
         if op == "rpow":
-            function, op, args = torch.pow, "pow", args[::-1]
+            function, op, args = torch.pow, canonical(torch.pow), args[::-1]
         args, kwargs = placed(function, op, args, kwargs, lambda value: isinstance(value, (Node, Tensor)))
         node = Node(op, out_of_place(function) if written else function, args, kwargs, self.path())
         fresh = not node.operands and not any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
@@ -97,7 +97,7 @@ class Constants(Pausable, TorchFunctionMode):
             if fresh:
                 made = Node(MADE, function, (self.copy(result),), {}, node.path, shape, dtype=dtype)
             elif several:
-                made = Node("part", operator.getitem, (node, index), {}, node.path, shape, dtype=dtype)
+                made = Node(PART, operator.getitem, (node, index), {}, node.path, shape, dtype=dtype)
             else:
                 node.shape, node.dtype, made = shape, dtype, node
             self.made[id(result)] = result, write_count(result), made

@@ -1,9 +1,8 @@
-"""Nodes, graphs, and canonical names of operations."""
+"""Nodes and graphs."""
 
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,89 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.numerics import RealArithmetic, leaves, mapped
-
-# Names of the same operation. Leading and trailing underscores (in place, dunder) are stripped before the look-up.
-_SYNONYMS = {
-    "iadd": "add",
-    "ipow": "pow",
-    "isub": "sub",
-    "subtract": "sub",
-    "imul": "mul",
-    "multiply": "mul",
-    "truediv": "div",
-    "idiv": "div",
-    "itruediv": "div",
-    "divide": "div",
-    "true_divide": "div",
-    "view": "reshape",
-    "view_as": "reshape",
-    "reshape_as": "reshape",
-    "unflatten": "reshape",
-    "flatten": "reshape",
-    "squeeze": "reshape",
-    "unsqueeze": "reshape",
-    "ravel": "reshape",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "mT": "transpose",
-    "t": "transpose",
-    "concat": "cat",
-    "concatenate": "cat",
-    "negative": "neg",
-    "clip": "clamp",
-    "clamp_min": "clamp",  # the limit is the second argument of both
-    "expand_as": "expand",
-    "broadcast_to": "expand",
-    "contiguous": "identity",
-    "positive": "identity",
-    "clone": "identity",
-    "detach": "identity",
-    "to": "identity",
-    "float": "identity",
-    "double": "identity",
-    "half": "identity",
-    "bfloat16": "identity",
-    "type": "identity",
-    "type_as": "identity",
-    "cpu": "identity",
-    "cuda": "identity",
-    "bmm": "matmul",
-    "dropout2d": "dropout",
-    "select": "getitem",
-    "narrow": "getitem",
-}
-
-
-# Modules whose functions work on lists of tensors, or in which users can register functions.
-_ELSEWHERE = ("torch._ops", "torch.foreach")
-# Functions whose arguments, or their order, differ from the function of the same name in torch.nn.functional.
-_OF_ANOTHER_FORM = frozenset((torch.batch_norm,))
-
-# Operations that only rearrange the entries of their operand.
-REARRANGING = frozenset(("identity", "dropout", "reshape", "permute", "flip", "roll"))
-# Operations that split a value into a tuple.
-PIECES = frozenset(("split", "chunk", "unbind"))
-
-
-def canonical(function: Callable[..., Any]) -> Any:
-    """The canonical name of a torch operation, by which rules are found.
-
-    ``torch.add``, ``Tensor.__iadd__`` and ``+`` are all "add". A function that is not torch's own, made overridable
-    with ``torch.overrides`` or registered with ``torch.library``, is its own key. So it cannot be mistaken for a torch
-    operation of the same name.
-    """
-    module = getattr(function, "__module__", None)
-    name = getattr(function, "__name__", None)
-    if module is None:
-        ours = not isinstance(function, types.FunctionType)  # methods of Tensor have no module
-    else:
-        ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith(_ELSEWHERE)
-    if name is None or not ours or function in _OF_ANOTHER_FORM:
-        return function
-    bare = name.strip("_")
-    if bare == "unfold" and module is None:  # sliding windows along one axis, unlike torch.nn.functional.unfold
-        return "unfold_axis"
-    return _SYNONYMS.get(bare, bare)
 
 
 @dataclass(eq=False)

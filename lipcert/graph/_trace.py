@@ -12,15 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lipcert.errors import InputError
-from lipcert.graph._graph import REARRANGING, canonical
+from lipcert.graph._operations import OF_CLASSES, OF_LABELS, PASSING, canonical
 from lipcert.graph._witness import examples
 
 if TYPE_CHECKING:
     from lipcert.model import Model
 
-# Operations whose results are probabilities of independent labels, and those that only move or clip their operand.
-_OF_LABELS = ("sigmoid", "hardsigmoid", "logsigmoid", "log_sigmoid")
-_PASSING = REARRANGING | {"getitem", "clamp"}
 ONE_LOGIT = "the one logit z counts as the two logits [0, z], for the labels 0 and 1"
 
 
@@ -47,7 +44,7 @@ class Trace(TorchFunctionMode):
         self.digest.update(f"{name}({self._described((args, kwargs))})\n".encode())
         result = function(*args, **kwargs)
         op = canonical(function)
-        maker = self.maker(args[0]) if op in _PASSING and args else op if isinstance(op, str) else name
+        maker = self.maker(args[0]) if op in PASSING and args else op if isinstance(op, str) else name
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(part, Tensor):
                 self._makers[id(part)] = part, maker
@@ -104,8 +101,8 @@ def outputs_of(model: Model) -> int:
     result = results[-1] if results else None
     count = result.shape[1] if isinstance(result, Tensor) and result.dim() == 2 else 0
     last = trace.maker(result)
-    ends = f"it ends in {last}" if last in _OF_LABELS else ""
-    if count == 1 and (ends or last in ("softmax", "log_softmax")):
+    ends = f"it ends in {last}" if last in OF_LABELS else ""
+    if count == 1 and (ends or last in OF_CLASSES):
         raise InputError(
             f"the network's one output is a probability (it ends in {last}), which is positive whatever the class; let "
             "the network return the logit before that, which is positive for class 1 alone"

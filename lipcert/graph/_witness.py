@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_map
 
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node
+from lipcert.graph._operations import COPY, EPS_OF_TYPE
 from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, random_states, without_cudnn
 
 # Constants that a network computes from its weights are computed again with relative errors of about NOISE in every
@@ -290,7 +291,7 @@ def same_operations(graph: Graph, other: Graph, when: str, tolerance: float | No
     Numbers may differ by a relative ``tolerance``, and tensors by as much of their largest entry; by default, as where
     the two captures differ in their types, by the rounding of float32 and of the coarser type.
     """
-    ours, theirs = ([node for node in one.nodes if node.op != "identity"] for one in (graph, other))
+    ours, theirs = ([node for node in one.nodes if node.op != COPY] for one in (graph, other))
     stands_for = {graph.input: other.input}
     for node, its in zip_longest(ours, theirs):
         if node is None or its is None:
@@ -311,7 +312,7 @@ def same_operations(graph: Graph, other: Graph, when: str, tolerance: float | No
 
 def _uncast(node: Node) -> Node:
     """The value of which a node is a copy or a cast."""
-    while node.op == "identity":
+    while node.op == COPY:
         node = node.operands[0]
     return node
 
@@ -322,7 +323,7 @@ def _difference(node: Node, other: Node, stands_for: Mapping[Node, Node], tolera
     ``stands_for`` has what stands for the values before it in the other capture.
     """
     eps = node.args[3] if len(node.args) > 3 else node.kwargs.get("eps")
-    if node.op == "rms_norm" and eps is None and node.dtype != other.dtype:
+    if node.op in EPS_OF_TYPE and eps is None and node.dtype != other.dtype:
         return "an eps that is the machine epsilon of its type"
     arguments = [
         [x for x in leaves((each.args, *each.kwargs.items())) if not isinstance(x, (torch.dtype, torch.device))]

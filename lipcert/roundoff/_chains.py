@@ -25,13 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipcert.graph import PIECES, REARRANGING, Node, Replay
+from lipcert.bounds import Tag, tagged
+from lipcert.graph import Node, Replay
 from lipcert.numerics import root_sum, times
 
 Pair = tuple[Node, Node]
-
-_SIDE_BY_SIDE = frozenset(("cat", "stack"))
-_ADDING = frozenset(("add", "sub"))
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,17 @@ class Link:
         """Whether the kind of the operation implies ‖∂node/∂operand‖ ≤ 1."""
         node = self.node
         if len(self.path) > 1:
-            return self.path[0].op in PIECES and node.op in ("part", "getitem")
+            return tagged(self.path[0], Tag.SPLITS) and tagged(node, Tag.PART)
         once = node.operands.count(self.operand) == 1
-        if node.op in REARRANGING or node.op in _SIDE_BY_SIDE or node.op == "neg":
+        if tagged(node, Tag.REARRANGES, Tag.JOINS, Tag.NEGATES):
             return once
         same = self.operand.shape == node.shape and not node.kwargs.get("alpha")
-        return node.op in _ADDING and once and same and len(node.args) == 2
+        return tagged(node, Tag.ADDS) and once and same and len(node.args) == 2
 
     @property
     def moves(self) -> bool:
         """Whether the operation only rearranges the entries of this operand, which is exact."""
-        return self.isometric and self.node.op not in _ADDING
+        return self.isometric and not tagged(self.node, Tag.ADDS)
 
 
 class Chains:
@@ -132,7 +130,7 @@ class Chains:
             bounds[link.operand] if link.isometric else times(norms[link], bounds[link.operand])
             for link in self.links.get(node, ())
         ]
-        if len(terms) > 1 and node.op in _SIDE_BY_SIDE:
+        if len(terms) > 1 and tagged(node, Tag.JOINS):
             return root_sum(*terms)
         return sum(terms, nothing)
 

@@ -33,32 +33,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lipcert.bounds import (
+    RULES,
     NoAnswer,
     Operand,
+    Tag,
     Value,
     absolute_products,
-    arguments,
     global_value,
     local_error,
     refusal,
     replayed,
-    rule_for,
+    tagged,
 )
 from lipcert.errors import UnsupportedCode, first_line
-from lipcert.graph import MADE, PIECES, UNKNOWN, Graph, Node, capture, unchecked
+from lipcert.graph import MADE, UNKNOWN, Graph, Node, capture, unchecked
 from lipcert.model import Model
 from lipcert.numerics import OWN_ROUNDING, REAL, ConstantErrors, Format, RealArithmetic, at_most, mapped
 
 # Functions whose results are the numbers of their arguments, or whole numbers.
 _EXACTLY_MADE = frozenset(("zeros", "ones", "full", "tensor", "as_tensor", "eye", "zeros_like", "ones_like",
                            "full_like", "new_zeros", "new_ones", "new_full"))  # fmt: skip
-# On whole numbers these give whole numbers, exactly, as long as no sum on the way is larger than 1/u.
-_WHOLE = frozenset(("add", "sub", "mul", "neg", "sum", "cumsum"))
-# Operations whose entries depend on one entry of an operand each, and those among them that never fall or never rise.
-_MONOTONE = frozenset(("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt"))
-_ENTRYWISE = frozenset(("gelu", "silu", "sin", "cos", "square", "pow"))
-# Operations whose result may be in a wider type than their operand, to which torch converts the operand first.
-_WIDENING = frozenset(("softmax", "sum", "mean"))
 
 
 @torch.no_grad()
@@ -92,8 +86,8 @@ def deployed_graph(
     errors = _Bounding(fmt, graph, twin)
     for node, other in zip(graph.nodes, twin.nodes, strict=True):
         try:
-            pairs = [] if node.op == "identity" else _pairs(node, other)
-            common = _check_type(node.op, other.dtype, _kinds(its for _, its in pairs))
+            pairs = [] if tagged(node, Tag.COPIES) else _pairs(node, other)
+            common = _check_type(node, other.dtype, _kinds(its for _, its in pairs))
             for constant, its in pairs:
                 if isinstance(constant, Tensor):
                     errors.add(constant, its, other.dtype, common)
@@ -103,18 +97,18 @@ def deployed_graph(
     return graph, fmt, refused
 
 
-def _check_type(op: Any, result: torch.dtype | None, kinds: Iterable[torch.dtype | None]) -> torch.dtype | None:
+def _check_type(node: Node, result: torch.dtype | None, kinds: Iterable[torch.dtype | None]) -> torch.dtype | None:
     """The type in which an operation computes on operands of these types; None if it is none of floating point.
 
     Refuses results in another type, which a hidden cast must have rounded.
     """
     floating = [kind for kind in kinds if kind is not None and kind.is_floating_point]
-    if not floating or op == "identity":
+    if not floating or tagged(node, Tag.COPIES):
         return None
     common = functools.reduce(torch.promote_types, floating)
     if result is None or not result.is_floating_point or result == common:
         return common
-    if op not in _WIDENING or torch.promote_types(common, result) != result:
+    if not tagged(node, Tag.WIDENS) or torch.promote_types(common, result) != result:
         raise NoAnswer(f"a result in {result} of operands in {common}")
     return common
 
@@ -201,17 +195,17 @@ class _Bounding:
         return value, error + self.format.of_type(common).rounded(value.abs() + error, 2)
 
     def _of(self, one: Node | Tensor, two: Node | Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(two, Node) and two.op == "identity":
+        if isinstance(two, Node) and tagged(two, Tag.COPIES):
             source, kind = two.args[0], two.dtype
             assert kind is not None
             value, error = self.of(one, source)
             if kind.is_floating_point and torch.promote_types(source.dtype, kind) != kind:
                 error = error + self.format.of_type(kind).rounded(value.abs() + error)
             return _of_kind(value, error, kind)
-        if isinstance(one, Node) and one.op == "identity":
+        if isinstance(one, Node) and tagged(one, Tag.COPIES):
             return self.of(one.args[0], two)
         if isinstance(one, Node) and isinstance(two, Node) and one.op == two.op:
-            if one.op == "part":
+            if tagged(one, Tag.PART):
                 one, two = _one_part(one), _one_part(two)
             return self._made(one, two) if one.op in (MADE, UNKNOWN) else self._computed(one, two)
         if isinstance(one, Node) or isinstance(two, Node):
@@ -243,7 +237,7 @@ class _Bounding:
 
     def _computed(self, node: Node, twin: Node) -> tuple[Tensor, Tensor]:
         pairs = _pairs(node, twin)
-        common = _check_type(node.op, twin.dtype, _kinds(two for _, two in pairs))
+        common = _check_type(node, twin.dtype, _kinds(two for _, two in pairs))
         known = [self._operand(one, two, common) for one, two in pairs]
         value = _evaluated(node, [x for x, _ in known])
         exact = not any(bool(error.any()) for _, error in known)
@@ -252,7 +246,7 @@ class _Bounding:
                 raise NoAnswer(f"{node.name} of a value that is rounded")
             return value, torch.zeros(value.shape)
         fmt = self.format.of_type(twin.dtype)
-        counts = node.op in _WHOLE or (node.op == "div" and arguments(node).get("rounding_mode"))
+        counts = tagged(node, Tag.WHOLE) or node.kwargs.get("rounding_mode")
         if (
             counts
             and exact
@@ -260,8 +254,7 @@ class _Bounding:
             and all(_whole(x, fmt.unit) for x, _ in (*known, (value, None)))
         ):
             return value, torch.zeros_like(value)
-        rule = rule_for(node.op)
-        if node.op == "meshgrid" or node.op in PIECES or (rule and rule.schur is not None and rule.schur.moves):
+        if tagged(node, Tag.MOVES):
             moved = _evaluated(node, [error if x.is_floating_point() else x for x, error in known])
             return value, at_most(moved.abs() * OWN_ROUNDING)
         reasons = []
@@ -290,11 +283,11 @@ class _Bounding:
             raise NoAnswer("a constant with an error")
         if not bool(error.any()):
             return local[0]
-        rule = rule_for(node.op)
+        rule = RULES.get(node.op)
         schur = None if rule is None or rule.linear is None or not rule.linear(call) else rule.schur
         if schur is not None and schur.signs == 1:  # otherwise errors may cancel in their product with J
             carried = absolute_products(schur, call, 0, {operand: x[None]}, error)[0].abs()
-        elif node.op in _MONOTONE or (node.op == "pow" and not isinstance(call.args[0], Node)):
+        elif tagged(node, Tag.MONOTONE if isinstance(call.args and call.args[0], Node) else Tag.MONOTONE_IN_SECOND):
             ends = [replayed(call, (x + side)[None])[0] for side in (-error, 0 * error, error)]
             wide = torch.maximum((ends[0] - ends[1]).abs(), (ends[2] - ends[1]).abs())
             carried = wide + torch.stack(ends).abs().amax(0) * (32 * REAL.unit)
@@ -303,7 +296,7 @@ class _Bounding:
             box = Value(tuple(x.shape), 1, magnitude=widest, floor=float((x - error).amin()))
             args, kwargs = call.arguments(lambda _: box)
             lip = float(global_value(call, args, kwargs).lip)
-            alone = node.op in _ENTRYWISE and x.shape == call.shape
+            alone = tagged(node, Tag.ENTRYWISE) and x.shape == call.shape
             carried = lip * error if alone else torch.full_like(local[0], lip * float(reach))
         return at_most((carried + local[0]) * OWN_ROUNDING)
 

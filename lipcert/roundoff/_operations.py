@@ -10,8 +10,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from lipcert.bounds import WINDOW, Jacobian, Schur, gamma, jacobian_of, lengths, schur_bounds
-from lipcert.graph import REARRANGING, Node
+from lipcert.bounds import WINDOW, Jacobian, Schur, Tag, gamma, jacobian_of, lengths, schur_bounds, tagged
+from lipcert.graph import Node
 from lipcert.numerics import SMALLEST_NORMAL, at_most
 from lipcert.roundoff._chains import Chains, Link
 
@@ -56,7 +56,7 @@ class OperationRounding:
                 gain, kappa = self._link(link, values, norms=True) if self.bounded(link) else _from_norm(link, norms)
                 gains[link], off[link] = at_most(zeros + gain), at_most(zeros + kappa)
                 error = error + 2 * off[link] * lengths(values[link.operand])
-            if all(link.isometric for link in links) and node.op in REARRANGING:
+            if all(link.isometric for link in links) and tagged(node, Tag.REARRANGES):
                 error = zeros
             errors[node] = at_most(error + _lost(node))
         return Errors(gains, off, errors, zeros)

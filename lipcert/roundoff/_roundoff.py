@@ -28,10 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from lipcert.bounds import (
+    RULES,
     NoAnswer,
     Operand,
     Schur,
+    Tag,
     Value,
+    explicit_attention,
     global_value,
     global_values,
     jacobian_of,
@@ -39,11 +42,11 @@ from lipcert.bounds import (
     local_error,
     refusal,
     row_distances,
-    rule_for,
     schur_bounds,
+    tagged,
 )
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import PIECES, Graph, Node, evaluate, explicit_attention, needed
+from lipcert.graph import Graph, Node, evaluate, needed
 from lipcert.model import Model
 from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Format, Number, at_most, l2_norm
 from lipcert.roundoff._constants import deployed_graph
@@ -73,8 +76,7 @@ class Gains:
         self._branches = {w: v for v, (_, w) in self.residuals.items()} if fmt == REAL else {}
         self._gains: dict[Node, dict[Node, float]] = {}
         # Values of which an operation needs that they stay away from 0.
-        ends = {"sqrt": 0, "rsqrt": 0, "div": 1}
-        read = {node.args[ends[node.op]] for node in graph.nodes if node.op in ends and len(node.args) > ends[node.op]}
+        read = {node.args[-1] for node in graph.nodes if tagged(node, Tag.SINGULAR) and node.args}
         self._positive = {u for u in graph.nodes if u in read and u.single and self.values[u].lowest > 0}
         self._slopes: dict[Node, dict[Node, float] | None] = {}
         self.device = model.device
@@ -116,7 +118,7 @@ class Gains:
         readers[graph.output] += 1
         residuals = {}
         for node in graph.nodes:
-            if node.op != "add" or len(node.operands) != 2 or node.kwargs.get("alpha", 1) != 1:
+            if not tagged(node, Tag.ADDS) or len(node.operands) != 2 or node.kwargs.get("alpha", 1) != 1:
                 continue
             for u, w in (node.operands, node.operands[::-1]):
                 of_u = self.values[node].base is self.values[w].base is self.values[u]
@@ -185,7 +187,7 @@ class Gains:
 
 def passes(node: Node) -> bool:
     """Whether a node only splits a value or selects one of the parts."""
-    return node.op == "part" or node.op in PIECES
+    return tagged(node, Tag.PART, Tag.SPLITS)
 
 
 def error_norm(error: Tensor) -> Tensor:
@@ -352,7 +354,7 @@ class Evaluated:
         """
         output, shape = self.graph.output, (len(predicted), self.graph.output.shape[-1])
         bounds = math.sqrt(2) * self.errors[output][:, None].expand(shape)
-        if output.op == "linear" and len(output.shape) == 2:
+        if tagged(output, Tag.DENSE) and len(output.shape) == 2:
             weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
             classes, place = predicted.unique(return_inverse=True)
             for y in {*classes.tolist()} - self._distances.keys():
@@ -377,7 +379,7 @@ def _times(gain: float, error: Tensor) -> Tensor:
 
 
 def _has_rounding_rule(module: nn.Module) -> bool:
-    return kept_whole(module, "rounding") and rule_for(type(module)) is not None
+    return kept_whole(module, "rounding") and type(module) in RULES
 
 
 def _example(model: Model) -> Tensor:

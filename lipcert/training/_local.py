@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds import analyze, kept_whole
+from lipcert.bounds import Tag, analyze, kept_whole, tagged
 from lipcert.errors import InputError
 from lipcert.graph import Node, capture, needed
 from lipcert.model import Model
@@ -25,9 +25,7 @@ from lipcert.surgery import ClippedMaxMin, ClippedReLU, MaxMin
 _LOOKED_AT = 16  # images of a batch that show how often boxes are tighter than balls
 _RARELY = 1e-3
 _TINY = 1e-12
-_FIXED = ("add", "sub", "mul", "div")
-_SAME = ("identity", "dropout", "reshape")
-_PIECEWISE = ("relu", ClippedReLU, MaxMin, ClippedMaxMin)
+_LINEAR = (Tag.DENSE, Tag.CONVOLVES)
 
 
 @dataclass
@@ -71,13 +69,13 @@ class LocalBound:
         self.vectors: dict[int, Tensor] = {}
         nodes = self._nodes()
         for before, node in zip(nodes, nodes[1:], strict=False):
-            supported = node.op in (*_FIXED, *_SAME, *_PIECEWISE, "conv2d", "linear")
+            supported = _activates(node) or tagged(node, *_LINEAR, Tag.ADDS, Tag.SCALES, Tag.KEEPS)
             if not supported or set(node.operands) != {before}:
                 raise InputError(
                     "the losses local-b and local-g are for matrices, convolutions, ReLU, clipped ReLU and MaxMin in "
                     f"a row, and the network has {node.name} at {node.path or 'its top'}; use the loss emma"
                 )
-        if nodes[-1].op != "linear":
+        if not tagged(nodes[-1], Tag.DENSE):
             raise InputError("the losses local-b and local-g need a linear layer at the end; use the loss emma")
 
     def _nodes(self) -> list[Node]:
@@ -134,11 +132,10 @@ class LocalBound:
         losses: list[Tensor] = []
         moving: list[Tensor] = []
         for place, node in enumerate(nodes[:-1]):
-            if node.op in _PIECEWISE and upper_weight is not None:
+            if _activates(node) and upper_weight is not None:
                 losses.append(_sparsity(node, x, upper_weight))
-            linear = node.op in ("linear", "conv2d")
-            x = self._mapped(x, node, nodes[place + 1], place) if linear else _each(x, node)
-            if node.op in _PIECEWISE:
+            x = self._mapped(x, node, nodes[place + 1], place) if tagged(node, *_LINEAR) else _each(x, node)
+            if _activates(node):
                 moving.append((torch.ones_like(x.nominal) if x.moves is None else x.moves).flatten(1))
         return x, nodes[-1], losses, moving
 
@@ -156,7 +153,7 @@ class LocalBound:
         if tighter:
             least, most = linear.interval(x.low, x.high)
             low, high = torch.where(least > low, least, low), torch.where(most < high, most, high)
-        moves = _moving(follower, low, high) if follower.op in ("relu", ClippedReLU) else None
+        moves = _moving(follower, low, high) if tagged(follower, Tag.RECTIFIES) or follower.op is ClippedReLU else None
         return BoxState(nominal, low, high, x.rho * self._norm(linear, x.moves, moves, place), moves)
 
     def _norm(self, linear: _Linear, inner: Tensor | None, outer: Tensor | None, place: int) -> Tensor:
@@ -199,7 +196,7 @@ class _Linear:
         self.bias: Tensor | None = arguments.get("bias")
         self.inputs = arguments["input"].shape[1:]
         self.geometry: Geometry | None = None
-        if node.op == "conv2d":
+        if tagged(node, Tag.CONVOLVES):
             given = {key: arguments[key] for key in names[3:] if key in arguments}
             self.geometry = Geometry.of(tuple(self.weight.shape[2:]), **given)
 
@@ -276,6 +273,10 @@ def reach(rows: Tensor, down: Tensor, up: Tensor, rho: Tensor) -> Tensor:
     return bounded + remaining * free
 
 
+def _activates(node: Node) -> bool:
+    return tagged(node, Tag.RECTIFIES) or node.op in (ClippedReLU, MaxMin, ClippedMaxMin)
+
+
 def _unit(vector: Tensor) -> Tensor:
     return F.normalize(vector.flatten(1), dim=1).view_as(vector)
 
@@ -287,13 +288,13 @@ def _each(x: BoxState, node: Node) -> BoxState:
     def after(function: Callable[[Tensor], Tensor], moves: Tensor | None) -> BoxState:
         return BoxState(function(x.nominal), function(x.low), function(x.high), x.rho, moves)
 
-    if node.op in _FIXED:
+    if tagged(node, Tag.ADDS, Tag.SCALES):
         return _fixed(x, node)
-    if node.op in _SAME:
+    if tagged(node, Tag.KEEPS):
         shape = node.shape[1:]
         moves = None if x.moves is None else x.moves.reshape(-1, *shape)
         return after(lambda value: value.reshape(-1, *shape), moves)
-    if node.op == "relu":
+    if tagged(node, Tag.RECTIFIES):
         return after(F.relu, x.moves)
     if node.op is ClippedReLU:
         return after(lambda value: _clipped(value, module.threshold), x.moves)
@@ -302,14 +303,11 @@ def _each(x: BoxState, node: Node) -> BoxState:
 
 def _fixed(x: BoxState, node: Node) -> BoxState:
     """The value after a sum or product with a constant, such as the normalisation."""
-    nominal, one, other = (
+    nominal, one, other, unit = (
         node.function(*(value if isinstance(a, Node) else a for a in node.args), **node.kwargs)
-        for value in (x.nominal, x.low, x.high)
+        for value in (x.nominal, x.low, x.high, torch.ones_like(x.nominal[:1]))
     )
-    slope = 1.0
-    if node.op in ("mul", "div"):
-        constant = torch.as_tensor(next(a for a in node.args if not isinstance(a, Node)), device=x.nominal.device)
-        slope = (constant.abs() if node.op == "mul" else 1 / constant.abs()).max().item()
+    slope = unit.abs().max().item() if tagged(node, Tag.SCALES) else 1.0
     return BoxState(nominal, torch.minimum(one, other), torch.maximum(one, other), x.rho * slope, x.moves)
 
 

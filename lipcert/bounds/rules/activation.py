@@ -20,7 +20,7 @@ from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._kinks import Kinked, KinkedEntries, kinked
-from lipcert.bounds._registry import COUNTED, Call, NoAnswer, box, jacobian, rounding, rule
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, jacobian, rounding, rule, tag
 from lipcert.bounds._remainder import (
     Against,
     Contracted,
@@ -137,17 +137,20 @@ for _function, _phi in ACTIVATIONS.items():
     if _phi.error is not None:
         _rounds(_function, error=_phi.error)
 
+tag(Tag.RECTIFIES | Tag.MONOTONE, F.relu)
+tag(Tag.MONOTONE, F.sigmoid, F.tanh)
+tag(Tag.ENTRYWISE, F.silu, torch.sin, torch.cos)
 box("gelu")(entrywise_box)
 _rounds("gelu", error=_of_operand)
 
 
-@rule("neg", linear=True, schur=COUNTED)
+@rule("neg", linear=True, schur=COUNTED, tags=Tag.NEGATES | Tag.WHOLE)
 def negated(call: Call, x: Value) -> Value:
     """An isometry."""
     return _apply(x, Activation(1.0))
 
 
-@rule(F.gelu)
+@rule(F.gelu, tags=Tag.ENTRYWISE)
 def gelu(call: Call, x: Value, approximate: str = "none") -> Value:
     """sup |φ'| is 1.1289042 for x Φ(x) and 1.1289929 for its tanh form; |φ(x)| ≤ |x|.
 

@@ -17,6 +17,7 @@ from lipcert.bounds._registry import (
     Call,
     NoAnswer,
     Schur,
+    Tag,
     box,
     in_one_operand,
     in_two_operands,
@@ -51,7 +52,7 @@ def _broadcast(constant: Any, x: Value) -> Tensor:
     return tensor.reshape((1,) * (len(x.shape) - tensor.dim()) + tuple(tensor.shape))
 
 
-@rule("add", linear=True, schur=_ENTRYWISE)
+@rule("add", linear=True, schur=_ENTRYWISE, tags=Tag.ADDS | Tag.WHOLE)
 def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x + αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x + Wx becomes (I + W)x."""
     if isinstance(x, Value) and isinstance(y, Value):
@@ -67,7 +68,7 @@ def add(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     return result
 
 
-@rule("sub", linear=True, schur=_ENTRYWISE)
+@rule("sub", linear=True, schur=_ENTRYWISE, tags=Tag.SUBTRACTS | Tag.WHOLE)
 def sub(call: Call, x: Any, y: Any, *, alpha: float = 1) -> Value:
     """‖δ(x − αy)‖ ≤ ‖δx‖ + |α|‖δy‖; x minus its own mean is an orthogonal projection of x."""
     if isinstance(x, Value) and isinstance(y, Value):
@@ -215,7 +216,7 @@ def add_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
     return torch.where(masked, 0.0, error.expand(masked.shape))
 
 
-@rule("mul", linear=in_one_operand, schur=_FACTORS)
+@rule("mul", linear=in_one_operand, schur=_FACTORS, tags=Tag.SCALES | Tag.WHOLE)
 def mul(call: Call, x: Any, y: Any) -> Value:
     """A product with a constant is linear. For two values ‖δ(xy)‖ ≤ max|y| ‖δx‖ + max|x| ‖δy‖.
 
@@ -309,7 +310,7 @@ def _constant_denominator(node: Node) -> bool:
     return len(node.operands) == 1 and isinstance(args["input"], Node)
 
 
-@rule("div", linear=_constant_denominator, schur=_FACTORS)
+@rule("div", linear=_constant_denominator, schur=_FACTORS, tags=Tag.SCALES | Tag.SINGULAR)
 def div(call: Call, x: Any, y: Any, *, rounding_mode: str | None = None) -> Value:
     """Division by a constant is a multiplication. For a value y ≥ m > 0, ‖δ(x/y)‖ ≤ ‖δx‖/m + max|x| ‖δy‖/m².
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import axis_of
 from lipcert.bounds._jacobian import Bounds, gamma
-from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, Tag, jacobian, rounding, rule
 from lipcert.bounds._remainder import Against, Contracted, Form, Remainder, largest_share, per_image, remainder
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Value
@@ -19,7 +19,7 @@ from lipcert.graph import Node
 from lipcert.numerics import EXTRA, Format, Upper, l2_norm, over, sum_squares
 
 
-@rule("softmax")
+@rule("softmax", tags=Tag.WIDENS)
 def softmax(call: Call, x: Value, dim: int | None = None, *args: object, **kwargs: object) -> Value:
     """The Jacobian is diag(p) − ppᵀ ⪯ ½.
 

@@ -17,6 +17,7 @@ from lipcert.bounds._registry import (
     Call,
     NoAnswer,
     Schur,
+    Tag,
     box,
     in_one_operand,
     in_two_operands,
@@ -44,7 +45,7 @@ def _products(node: Node, operand: Node) -> float:
 _KERNEL = Schur(magnitudes=True, terms=_products)
 
 
-@rule("conv1d", "conv2d", "conv3d", linear=in_one_operand, schur=_KERNEL)
+@rule("conv1d", "conv2d", "conv3d", linear=in_one_operand, schur=_KERNEL, tags=Tag.CONVOLVES)
 def conv(
     call: Call,
     x: Any,
@@ -120,7 +121,7 @@ def conv_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tenso
     return _convolution_rounding(node, operands[0], args, geometry, fmt, args["weight"].flatten(1).shape[1])
 
 
-@rule("conv_transpose2d", linear=in_one_operand, schur=_KERNEL)
+@rule("conv_transpose2d", linear=in_one_operand, schur=_KERNEL, tags=Tag.CONTRACTS)
 def conv_transpose(
     call: Call,
     x: Value,

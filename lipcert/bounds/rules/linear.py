@@ -20,6 +20,7 @@ from lipcert.bounds._registry import (
     Call,
     NoAnswer,
     Schur,
+    Tag,
     box,
     in_one_operand,
     in_two_operands,
@@ -38,7 +39,7 @@ from lipcert.numerics import REAL, Format, Upper, at_most, detached, l2_norm
 _MATRIX = Schur(magnitudes=True, terms=evenly(lambda node: arguments(node)["input"].shape[-1]))
 
 
-@rule("linear", linear=in_one_operand, schur=_MATRIX)
+@rule("linear", linear=in_one_operand, schur=_MATRIX, tags=Tag.DENSE)
 def dense(call: Call, x: Value, weight: Tensor, bias: Tensor | None = None) -> Value:
     """x ↦ Wx + b along the last axis: constant ‖W‖₂; an entry of Wx is at most ‖w_o‖₁ max|x| and ‖w_o‖₂ ‖x‖₂."""
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
@@ -133,7 +134,7 @@ def linear_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     )  # fmt: skip
 
 
-@rule("matmul", linear=in_one_operand, schur=_MATRIX)
+@rule("matmul", linear=in_one_operand, schur=_MATRIX, tags=Tag.MATRIX_PRODUCT)
 def matmul(call: Call, x: Any, y: Any) -> Value:
     """δ(XY) = δX Y + X' δY, so ‖δ(XY)‖_F ≤ ‖δX‖_F ‖Y‖₂ + ‖X‖₂ ‖δY‖_F.
 

@@ -14,7 +14,7 @@ from lipcert.bounds._arguments import arguments, per_axis, replayed
 from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
 from lipcert.bounds._jacobian import selecting
 from lipcert.bounds._kinks import Kinked
-from lipcert.bounds._registry import Call, NoAnswer, Schur, box, jacobian, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, Schur, Tag, box, jacobian, rounding, rule, tag
 from lipcert.bounds._remainder import Against, remainder
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value
@@ -58,8 +58,8 @@ def _adaptive_window(node: Node, operand: Node) -> float:
 _AVERAGES = ("avg_pool1d", "avg_pool2d")
 
 
-@rule(*_AVERAGES, linear=True, schur=Schur(terms=_window))
-@rule("adaptive_avg_pool2d", linear=True, schur=Schur(terms=_adaptive_window))
+@rule(*_AVERAGES, linear=True, schur=Schur(terms=_window), tags=Tag.SUMS)
+@rule("adaptive_avg_pool2d", linear=True, schur=Schur(terms=_adaptive_window), tags=Tag.SUMS)
 def averaged(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """Weights ≥ 0: Schur's test on one channel. Entries, and vectors of channels, grow by the largest row sum."""
     dims, operation = _dims(call.op), getattr(F, call.op)
@@ -237,6 +237,9 @@ class AdaptiveMaxPool(_Windows):
 jacobian(
     "max_pool2d", "adaptive_max_pool2d", "amax", "amin", "max", "min", "maximum", "minimum", absolute=0.0,
 )(selecting)  # fmt: skip
+
+
+tag(Tag.POSITIONS, "argmax", "argmin")
 
 
 @rule("amax", "amin")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._jacobian import of_entries
-from lipcert.bounds._registry import Call, NoAnswer, jacobian, rounding, rule
+from lipcert.bounds._registry import Call, NoAnswer, Tag, jacobian, rounding, rule, tag
 from lipcert.bounds._remainder import Against, Smooth, per_image, remainder, smooth, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
@@ -22,7 +22,7 @@ from lipcert.numerics import INFINITE, Format, Upper
 _ROUNDED = 1 + 2.0**-40  # a few operations in float64, powers included
 
 
-@rule("pow")
+@rule("pow", tags=Tag.ENTRYWISE | Tag.MONOTONE_IN_SECOND)
 def power(call: Call, x: Any, exponent: Any) -> Value:
     """The slope |p| |x|^(p−1) is largest at the largest |x| if p ≥ 1, else at the smallest x, which must be > 0."""
     if isinstance(exponent, Value) and not isinstance(x, Value):
@@ -68,7 +68,7 @@ def _with_copies(call: Call, x: Value, result: Value) -> Value:
     return Value(call.shape, result.lip * _copies(call, x), magnitude=result.magnitude, floor=0.0)
 
 
-@rule("square")
+@rule("square", tags=Tag.ENTRYWISE)
 def square(call: Call, x: Value) -> Value:
     """The slope is 2|x|. The origin is recorded for later sums, means and roots, which have better constants."""
     result = Value(x.shape, x.lip * x.magnitude * 2, magnitude=x.magnitude * x.magnitude, floor=0.0)
@@ -120,6 +120,9 @@ def _exponential(call: Call, base: Any, x: Value) -> Value:
     return Value(call.shape, x.lip * largest * (abs(math.log(base)) * _ROUNDED), magnitude=largest, floor=0.0)
 
 
+tag(Tag.MONOTONE, "exp")
+
+
 @rounding("exp")
 def exp_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """A library function, in constants that a network computes: it has no Lipschitz constant on all numbers."""
@@ -132,7 +135,7 @@ def _of_root(energy: Origin) -> Upper:
     return energy.source.lip * (Upper(1) / energy.count).sqrt()
 
 
-@rule("sqrt")
+@rule("sqrt", tags=Tag.MONOTONE | Tag.SINGULAR)
 def square_root(call: Call, x: Value) -> Value:
     """The slope is 1/(2√x) for x > 0. If x is a mean of squares, its root is a length: see ``_of_root``."""
     if not x.lowest >= 0:
@@ -149,7 +152,7 @@ def square_root(call: Call, x: Value) -> Value:
     return result
 
 
-@rule("rsqrt")
+@rule("rsqrt", tags=Tag.MONOTONE | Tag.SINGULAR)
 def inverse_root(call: Call, x: Value) -> Value:
     """1/√x for x ≥ m > 0: slope at most 1/(2 m √m). If √x has constant K, also K/m: |1/a − 1/b| = |a − b|/(ab)."""
     if not x.lowest > 0:

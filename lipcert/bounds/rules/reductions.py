@@ -12,7 +12,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import nonnegative
 from lipcert.bounds._jacobian import Bounds, evenly, gamma, lengths
-from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Schur, box, jacobian, rounding, rule
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Schur, Tag, box, jacobian, rounding, rule, tag
 from lipcert.bounds._remainder import Against, Remainder, per_image, remainder, worst
 from lipcert.bounds._rounding import Operand
 from lipcert.bounds._value import Origin, Value, rounded_down
@@ -22,8 +22,8 @@ from lipcert.numerics import EXTRA, Format, Number, Upper, l2_norm, over
 _MEAN = Schur(terms=evenly(lambda node: node.operands[0].entries / max(1, node.entries)))
 
 
-@rule("mean", linear=True, schur=_MEAN)
-@rule("sum", linear=True, schur=COUNTED)
+@rule("mean", linear=True, schur=_MEAN, tags=Tag.SUMS | Tag.WIDENS)
+@rule("sum", linear=True, schur=COUNTED, tags=Tag.SUMS | Tag.WIDENS | Tag.WHOLE)
 def summed(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """A sum of n entries has norm √n, a mean √n / n; the results share no entry."""
     mean = call.op == "mean"
@@ -59,6 +59,7 @@ def with_keepdim(x: Value, dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 box("mean", "sum")(nonnegative)
+tag(Tag.WHOLE, "cumsum")
 
 
 @rounding("sum", "mean")

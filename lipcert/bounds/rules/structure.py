@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
 from lipcert.bounds._box import State, Walk, nonnegative, unknown
-from lipcert.bounds._registry import MOVED, Call, NoAnswer, box, rounding, rule
+from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, rounding, rule, tag, tagged
 from lipcert.bounds._rounding import Operand, exact, zeros
 from lipcert.bounds._value import Scale, Value
-from lipcert.graph import PIECES, Node
+from lipcert.graph import Node
 from lipcert.numerics import Format, Upper, leaves, mapped, root_sum_squares
 
 
-@rule("identity", linear=True, schur=MOVED)
+@rule("identity", linear=True, schur=COUNTED, tags=Tag.COPIES)
 def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Casts between real types, copies and changes of the memory layout are the identity in real arithmetic."""
     return x
@@ -47,7 +47,7 @@ def _outside_training(node: Node) -> bool:
     return True
 
 
-@rule("dropout", linear=_outside_training, schur=MOVED)
+@rule("dropout", linear=_outside_training, schur=COUNTED, tags=Tag.KEEPS)
 def dropout(call: Call, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
     """The identity outside training."""
     if training and p:
@@ -61,7 +61,7 @@ def _same_numbers(node: Node) -> bool:
     return True
 
 
-@rule("reshape", linear=_same_numbers, schur=MOVED)
+@rule("reshape", linear=_same_numbers, schur=COUNTED, tags=Tag.KEEPS)
 def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """A bijection of the entries. The bound on rows is kept if their axis is kept, split or merged with others."""
     if any(isinstance(argument, torch.dtype) for argument in (*args, *kwargs.values())):
@@ -132,7 +132,7 @@ def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple
     return None
 
 
-@rule("permute", linear=True, schur=MOVED)
+@rule("permute", linear=True, schur=COUNTED, tags=Tag.REARRANGES)
 def moved(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """A bijection of the entries; rows move with their axis."""
     if x.rows is None:
@@ -184,7 +184,8 @@ _SELECTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@rule(*_SELECTIONS, linear=True, schur=MOVED)
+@rule("getitem", "index_select", linear=True, schur=COUNTED, tags=Tag.MOVES)
+@rule("flip", "roll", linear=True, schur=COUNTED, tags=Tag.REARRANGES)
 def selected(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Selects entries: norm √m if an entry is selected at most m times, counted by running the selection."""
     operation = _SELECTIONS[call.op]
@@ -202,13 +203,13 @@ def selected(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     return result
 
 
-@rule("split", "chunk", linear=True, schur=MOVED)
+@rule("split", "chunk", linear=True, schur=COUNTED, tags=Tag.SPLITS)
 def pieces(call: Call, x: Value, *args: object, **kwargs: object) -> _Pieces:
     """Disjoint parts of the entries; the constant of each part is at most that of the whole."""
     return _Pieces(x, None)
 
 
-@rule("unbind", linear=True, schur=MOVED)
+@rule("unbind", linear=True, schur=COUNTED, tags=Tag.SPLITS)
 def unbind(call: Call, x: Value, dim: int = 0) -> _Pieces:
     """As above; the parts do not have the axis ``dim``."""
     return _Pieces(x, dim % len(x.shape))
@@ -222,7 +223,7 @@ class _Pieces:
         self.removed = removed
 
 
-@rule("part", linear=True, schur=MOVED)
+@rule("part", linear=True, schur=COUNTED, tags=Tag.PART)
 def piece(call: Call, parts: Any, index: int) -> Value:
     """One result of an operation with several results."""
     if not isinstance(parts, _Pieces):
@@ -239,7 +240,7 @@ def part_box(walk: Walk, node: Node, *operands: State) -> State:
     """One part of a value that was split."""
     split = node.args[0]
     source = split.args[0] if isinstance(split, Node) and split.args else None
-    if not (isinstance(split, Node) and split.op in PIECES and source in walk.states and len(operands) == 1):
+    if not (isinstance(split, Node) and tagged(split, Tag.SPLITS) and source in walk.states and len(operands) == 1):
         return unknown(walk, node, *operands)
     pick = Node(
         "part", lambda x, *a, **k: split.function(x, *a, **k)[node.args[1]], split.args, split.kwargs, node.path
@@ -248,7 +249,7 @@ def part_box(walk: Walk, node: Node, *operands: State) -> State:
     return walk.result(node, up, down, operands)
 
 
-@rule("cat", "stack", linear=True, schur=MOVED)
+@rule("cat", "stack", linear=True, schur=COUNTED, tags=Tag.JOINS)
 def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Concatenates values: ‖(a, b)‖² = ‖a‖² + ‖b‖². Constants have constant 0."""
     parts = [t if isinstance(t, Value) else Value.constant(t) for t in tensors]
@@ -303,7 +304,7 @@ def _constant(leaf: Any) -> Any:
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
-@rule("setitem", linear=_written_once, schur=MOVED)
+@rule("setitem", linear=_written_once, schur=COUNTED, tags=Tag.MOVES)
 def written(call: Call, x: Value, index: Any, value: Any) -> Value:
     """Replaces entries of x by those of ``value``, each used at most m times: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖².
 
@@ -329,7 +330,7 @@ def written_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     return error.expand(len(operands[0].nominal), *node.shape)
 
 
-@rule("expand", "repeat", "tile", linear=True, schur=MOVED)
+@rule("expand", "repeat", "tile", linear=True, schur=COUNTED, tags=Tag.MOVES)
 def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     """Repeats every entry m times: norm √m."""
     result = _repeated(call, x, math.prod(call.shape) // max(1, math.prod(x.shape)))
@@ -339,7 +340,7 @@ def expand(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     return result
 
 
-@rule("repeat_interleave", linear=True, schur=MOVED)
+@rule("repeat_interleave", linear=True, schur=COUNTED, tags=Tag.MOVES)
 def repeat_interleave(call: Call, x: Value, repeats: int | Tensor, dim: int | None = None, **kwargs: object) -> Value:
     """Repeats entries m times, where m may depend on the position: norm √(max m).
 
@@ -357,7 +358,7 @@ def _repeated(call: Call, x: Value, copies: int) -> Value:
     return x.like(call.shape, x.lip * Upper(copies).sqrt(), len(call.shape) - 1 if keeps_rows else None)
 
 
-@rule("pad", linear=True, schur=MOVED)
+@rule("pad", linear=True, schur=COUNTED, tags=Tag.MOVES)
 def padded(call: Call, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
     """Constant padding adds constant entries: norm 1. The other modes repeat entries: norm √m, with m counted."""
     if mode == "constant":
@@ -392,3 +393,5 @@ rounding(
     "reshape", "permute", "getitem", "index_select", "flip", "roll", "expand", "repeat",
     "tile", "repeat_interleave", "dropout",
 )(exact)  # fmt: skip
+
+tag(Tag.MOVES, "meshgrid")

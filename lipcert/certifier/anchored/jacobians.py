@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Form, arguments, per_image
+from lipcert.bounds import Form, Tag, arguments, per_image, tagged
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Node, run
@@ -163,14 +163,14 @@ class Narrowing(NamedTuple):
         """That of the source; None if there is none."""
         source = network.source
         readers = [node for node in network.chains.links if source in node.operands]
-        if len(readers) != 1 or readers[0].op != "conv2d" or readers[0].entries >= source.entries:
+        if len(readers) != 1 or not tagged(readers[0], Tag.CONVOLVES) or readers[0].entries >= source.entries:
             return None
         (node,), call = readers, arguments(readers[0])
         weight = call["weight"]
         disjoint = isinstance(weight, Tensor) and call["input"] is source and call.get("padding", 0) in (0, (0, 0))
         if not disjoint or call.get("stride") != tuple(weight.shape[2:]) or weight.shape[1] != source.shape[1]:
             return None
-        if call.get("dilation", 1) not in (1, (1, 1)) or call.get("groups", 1) != 1:
+        if weight.dim() != 4 or call.get("dilation", 1) not in (1, (1, 1)) or call.get("groups", 1) != 1:
             return None
         kernel = factor(weight.detach().double().flatten(1))
         if kernel is None:

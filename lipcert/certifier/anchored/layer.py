@@ -43,11 +43,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipcert.bounds import Value, canonical_forms, gamma, global_values, lengths, per_image
+from lipcert.bounds import Tag, Value, canonical_forms, gamma, global_values, lengths, per_image, tagged
 from lipcert.certifier.anchored.jacobians import perturbed, tangents
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import PIECES, Graph, Node, examples, run, segment
+from lipcert.graph import Graph, Node, examples, run, segment
 from lipcert.model import Model
 from lipcert.norms import dot_error
 from lipcert.numerics import (
@@ -94,11 +94,11 @@ def _norm_of(network: Network, z: Node) -> float:
     as much as u: ‖a − b‖² ≤ 2‖a‖² + 2‖b‖², and the squares of the norms of the pieces add up to at most that of u.
     """
     bound = constant_between(network, z)
-    plain = z.op == "sub" and len(z.args) == len(z.operands) == 2 and not z.kwargs  # alpha is a keyword
-    if not plain or any(piece.op != "part" or piece.shape != z.shape for piece in z.operands):
+    plain = tagged(z, Tag.SUBTRACTS) and len(z.args) == len(z.operands) == 2 and not z.kwargs  # alpha is a keyword
+    if not plain or any(not tagged(piece, Tag.PART) or piece.shape != z.shape for piece in z.operands):
         return bound
     split, other = (piece.operands[0] for piece in z.operands)
-    if split is not other or split.op not in PIECES:
+    if split is not other or not tagged(split, Tag.SPLITS):
         return bound
     return min(bound, math.sqrt(2) * INFLATE * constant_between(network, split.operands[0]))
 
@@ -149,7 +149,7 @@ class Layer:
         network = self.network = Network(model, at=start, graph=graph)
         self.scale, self.radius = scale, radius
         links = network.chains.links
-        unfit = [v for v in network.rules if v.op != "relu"] or list(network.rules)[1:]
+        unfit = [v for v in network.rules if not tagged(v, Tag.RECTIFIES)] or list(network.rules)[1:]
         unfit += [node for node in links if not all(map(network.local.bounded, links[node]))]
         if unfit:
             raise UnsupportedOperation([(node.name, node.path) for node in unfit], "remainder")

@@ -9,27 +9,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lipcert.bounds import NoAnswer, Remainder, arguments, canonical_forms, kept_whole, refusal, remainder_of
-from lipcert.errors import InputError, UnsupportedOperation, WrongDerivative
-from lipcert.graph import (
-    REARRANGING,
-    Graph,
-    Node,
-    Replay,
-    capture,
-    cuts,
-    evaluate,
-    examples,
+from lipcert.bounds import (
+    NoAnswer,
+    Remainder,
+    Tag,
+    arguments,
+    canonical_forms,
     explicit_attention,
     explicit_maxima,
-    needed,
+    kept_whole,
+    refusal,
+    remainder_of,
+    tagged,
 )
+from lipcert.errors import InputError, UnsupportedOperation, WrongDerivative
+from lipcert.graph import Graph, Node, Replay, capture, cuts, evaluate, examples, needed
 from lipcert.model import Model
 from lipcert.numerics import computed_l2_norm
 from lipcert.roundoff import Chains, OperationRounding
-
-# Operations whose result has the same entries as their operand, in the same order.
-_UNMOVED = frozenset(("identity", "dropout", "reshape"))
 
 # Derivatives are wrong if they differ by more than this, relative to their norm, and by more than this multiple of what
 # they differ by at some of this many points at this distance in every entry, and by more than saturated networks do,
@@ -252,9 +249,9 @@ class Network:
         An operation after the matrix could change the order of the classes, so only identities are accepted there.
         """
         node = self.graph.output
-        while node.op in _UNMOVED and node is not self.source and node.operands[0].shape == node.shape:
+        while tagged(node, Tag.KEEPS) and node is not self.source and node.operands[0].shape == node.shape:
             node = node.operands[0]
-        if node.op != "linear" or len(node.operands) != 1 or node is self.source:
+        if not tagged(node, Tag.DENSE) or len(node.operands) != 1 or node is self.source:
             return None
         call = arguments(node)
         features, weight = call["input"], call["weight"]
@@ -275,7 +272,7 @@ class Network:
 
     def root(self, node: Node) -> Node:
         """The value of which ``node`` is a rearrangement."""
-        while node.op in REARRANGING and len(node.operands) == 1 and node is not self.source:
+        while tagged(node, Tag.REARRANGES) and len(node.operands) == 1 and node is not self.source:
             node = node.operands[0]
         return node
 

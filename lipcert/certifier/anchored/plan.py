@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
+from lipcert.bounds import Tag, tagged
 from lipcert.certifier.anchored.jacobians import FEW, GRAMS, PROBES
 from lipcert.certifier.anchored.network import Network
 from lipcert.graph import Node
@@ -169,7 +170,7 @@ def _work(path: Iterable[Node]) -> float:
 def _work_of(node: Node) -> float:
     entries = math.prod(node.shape)
     weights = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, Tensor) and arg.dim() > 1]
-    if node.op in ("linear", "matmul") or (isinstance(node.op, str) and node.op.startswith("conv")):
+    if tagged(node, Tag.CONTRACTS):
         inner = math.prod(weights[0].shape[1:]) if weights else (node.operands[0].shape or (1,))[-1]
         return 2.0 * entries * inner
     return 10.0 * entries

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._registry import NoAnswer, rule_for
+from lipcert.bounds._registry import RULES, NoAnswer
 from lipcert.graph import Emit, Graph, Node, close, needed, rewritten
 
 
@@ -71,7 +71,7 @@ def _matched(graph: Graph, question: str, device: torch.device) -> tuple[Graph, 
     """Replaces the matches whose intermediate values are not read elsewhere; returns the graph and their names."""
     choices: dict[Node, list[Match]] = {}
     for match in (match for node in graph.nodes for match in _ending_at(node, device)):
-        if getattr(rule_for(match.name), question, None) is not None:
+        if getattr(RULES.get(match.name), question, None) is not None:
             choices.setdefault(match.node, []).append(match)
     while choices:
         replaced, new = rewritten(graph, partial(_built, choices))

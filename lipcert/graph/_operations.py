@@ -1,10 +1,48 @@
-"""The arguments of torch operations: their names in torch's order, and calls by name written by place."""
+"""The names of torch operations and of their arguments: the table of what a capture knows of single operations."""
 
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
+
+import torch
+
+# Other names of an operation. Leading and trailing underscores (in place, dunder) are stripped before the look-up.
+_NAMES = """
+add: iadd
+sub: isub subtract
+mul: imul multiply
+div: truediv idiv itruediv divide true_divide
+pow: ipow
+neg: negative
+matmul: bmm
+clamp: clip clamp_min
+reshape: view view_as reshape_as unflatten flatten squeeze unsqueeze ravel
+transpose: swapaxes swapdims mT t
+cat: concat concatenate
+expand: expand_as broadcast_to
+identity: contiguous positive clone detach to float double half bfloat16 type type_as cpu cuda
+dropout: dropout2d
+getitem: select narrow
+"""  # the limit is the second argument of clamp and clamp_min
+_CANONICAL = {
+    other: name for name, _, others in (line.partition(": ") for line in _NAMES.split("\n")) for other in others.split()
+}
+# What a capture itself has to recognise.
+COPY, PART, PIECE = "identity", "part", "getitem"
+# Operations whose ``eps``, if it is None, is the machine epsilon of the operand's type.
+EPS_OF_TYPE = frozenset(("rms_norm",))
+# Operations that only move or clip the entries of their operand, and those whose results are probabilities, of
+# independent labels or of classes.
+PASSING = frozenset(("identity", "dropout", "reshape", "permute", "flip", "roll", "getitem", "clamp"))
+OF_LABELS = ("sigmoid", "hardsigmoid", "logsigmoid", "log_sigmoid")
+OF_CLASSES = ("softmax", "log_softmax")
+# Modules whose functions work on lists of tensors, or in which users can register functions.
+_ELSEWHERE = ("torch._ops", "torch.foreach")
+# Functions whose arguments, or their order, differ from the function of the same name in torch.nn.functional.
+_OF_ANOTHER_FORM = frozenset((torch.batch_norm,))
 
 # Positional arguments in order; after * the keyword-only ones. Operations on one line share the signature.
 # tests/test_arguments.py compares this table with torch's own signatures.
@@ -104,6 +142,27 @@ def _signatures(text: str) -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
 # For each operation: the names of its positional arguments in order, and all names.
 SIGNATURES = _signatures(_SIGNATURES)
 _PLACES = {name: places for name, (places, _) in {**SIGNATURES, **_signatures(_PLACED)}.items()}
+
+
+def canonical(function: Callable[..., Any]) -> Any:
+    """The canonical name of a torch operation, by which rules are found.
+
+    ``torch.add``, ``Tensor.__iadd__`` and ``+`` are all "add". A function that is not torch's own, made overridable
+    with ``torch.overrides`` or registered with ``torch.library``, is its own key. So it cannot be mistaken for a torch
+    operation of the same name.
+    """
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__name__", None)
+    if module is None:
+        ours = not isinstance(function, types.FunctionType)  # methods of Tensor have no module
+    else:
+        ours = module.split(".")[0] in ("torch", "_operator", "builtins") and not module.startswith(_ELSEWHERE)
+    if name is None or not ours or function in _OF_ANOTHER_FORM:
+        return function
+    bare = name.strip("_")
+    if bare == "unfold" and module is None:  # sliding windows along one axis, unlike torch.nn.functional.unfold
+        return "unfold_axis"
+    return _CANONICAL.get(bare, bare)
 
 
 def placed(
