@@ -25,7 +25,7 @@ from lipcert.bounds import Analysis, Value, analyze, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.bounds.testing import check_rule
 from lipcert.errors import LipcertError
-from lipcert.graph import run
+from lipcert.graph import evaluate
 from tests.rule_attacks import applied
 
 Draw = Callable[[random.Random], tuple[Callable[..., Any], dict[str, Any]]]
@@ -605,7 +605,7 @@ def _check_facts(module: torch.nn.Module, analysis: Analysis, seed: int) -> None
         x = torch.rand(1, *graph.input.shape[1:], generator=generator, dtype=torch.float64)
         x = (x, x.round(), x * 0, x * 2.0**-point)[point % 4]
         with torch.no_grad():
-            known = run(graph.nodes, {graph.input: x})
+            known = evaluate(graph.nodes, {graph.input: x})
         for node, value in analysis.values.items():
             if isinstance(value, Value) and node.shape and bool(known[node].isfinite().all()):
                 for name, holds in _facts(value, known[node]).items():

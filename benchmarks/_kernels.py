@@ -28,7 +28,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.graph import capture
 from lipcert.numerics import as_assumed
 from lipcert.roundoff import DTYPES, Format, Roundoff
-from lipcert.roundoff._roundoff import _has_rounding_rule, evaluate
+from lipcert.roundoff._roundoff import _has_rounding_rule
 from lipcert.surgery import LayerProject, SmoothProject
 from lipcert.surgery._projections import GroupLayerProject, GroupSmoothProject, RmsLayerProject, RmsSmoothProject
 
@@ -317,7 +317,7 @@ def _single(
     nominal = images + (2.0 ** -r.randint(2, 20) * scale * _normal(*images.shape) if r.random() < 0.25 else 0.0)
     graph = capture(module, images[:1], whole=_has_rounding_rule)
     node = graph.output
-    at, exact = evaluate(graph, nominal[:, None]), evaluate(graph, images[:, None])
+    at, exact = graph.values(nominal[:, None]), graph.values(images[:, None])
     operands = []
     for u in node.operands:
         away = (at[u] - exact[u]).flatten(1).norm(dim=1) * (1 + 1e-9)

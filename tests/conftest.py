@@ -16,7 +16,7 @@ from lipcert.attacks import ATTACKS, PGD
 from lipcert.bounds import Analysis, Value, analyze
 from lipcert.certifier import _triage
 from lipcert.cli import _print
-from lipcert.graph._graph import run
+from lipcert.graph import evaluate
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are no part of the package
 sys.path.append(str(Path(__file__).parent))  # for tests/truth.py
@@ -97,7 +97,7 @@ def _ascend(function: Callable[[Tensor], Tensor], image: Tensor, steps: int) -> 
 
 def check_facts(analysis: Analysis, images: list[Tensor]) -> None:
     """Magnitudes, row norms and matrix norms of every value of the network, against the values at the images."""
-    runs = [run(analysis.graph.nodes, {analysis.graph.input: image}) for image in images]
+    runs = [evaluate(analysis.graph.nodes, {analysis.graph.input: image}) for image in images]
     slack = 1 + 1e-12
     for node in analysis.graph.nodes:
         value = analysis.values[node]

@@ -18,7 +18,7 @@ from lipcert.bounds import (
     remainder_of,
 )
 from lipcert.bounds.testing import _Applied, _nodes
-from lipcert.graph import Node, run
+from lipcert.graph import Node, evaluate
 from lipcert.numerics import Format
 
 # Jacobians and quotients are computed in float64. Rounding may raise them slightly above a tight bound.
@@ -62,7 +62,7 @@ class Linearised:
         """The operation on many values of its distinct operands, each of shape (several · N, *shape)."""
 
         def one(*operands: Tensor) -> Any:
-            return run((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
+            return evaluate((self.node,), dict(zip(self.distinct, operands, strict=True)))[self.node]
 
         results: Tensor = torch.vmap(one)(*operands)
         return results
@@ -217,7 +217,9 @@ def check_gains(function: Callable[[Tensor], Tensor], images: Sequence[Tensor]) 
 def _of_operand(node: Node, operand: Node, values: Mapping[Node, Tensor]) -> Tensor:
     """The Jacobian of an operation in one operand, shape (entries of the result, entries of the operand)."""
     fixed = {o: values[o] for o in node.operands if o is not operand}
-    jacobian = torch.autograd.functional.jacobian(lambda x: run((node,), {**fixed, operand: x})[node], values[operand])
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: evaluate((node,), {**fixed, operand: x})[node], values[operand]
+    )
     return jacobian.reshape(node.entries, operand.entries)
 
 

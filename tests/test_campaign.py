@@ -30,7 +30,7 @@ def test_norms_are_above_what_is_met_in_random_networks(seed):
     pixels = (case := draw(seed, 2)).images.double()
     one = Anchored(case.model.double(), tolerance=0.5).finder
     found = Linearization(one, pixels)
-    place = one.network.replay.position
+    place = one.network.graph.position
     for a, b in sorted(one.plan.pairs, key=lambda pair: (place[pair[0]], place[pair[1]]))[::7]:
         forth, back = one.jacobians.operator(a, b, found.values, several=False)
         moved = torch.randn(2, math.prod(a.shape), dtype=torch.float64)

@@ -16,8 +16,7 @@ import lipcert
 from lipcert.bounds import Jacobian, Schur, margins, schur_bounds
 from lipcert.bounds._registry import RULES, Rule
 from lipcert.certifier import Anchored, Certifier
-from lipcert.graph import Node
-from lipcert.graph._graph import run
+from lipcert.graph import Node, evaluate
 from lipcert.roundoff import PathBounds
 from lipcert.surgery import SmoothProject
 
@@ -296,7 +295,7 @@ def test_single_operations_round_no_more_than_their_rules_say() -> None:
     for seed in range(20):
         pixels = torch.rand(1, 1, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         result = nn.functional.linear(pixels.flatten(1), weight)
-        known: dict[Node, Tensor] = run(graph.nodes, {graph.input: pixels})
+        known: dict[Node, Tensor] = evaluate(graph.nodes, {graph.input: pixels})
         values = {n: value[None] for n, value in known.items() if n.shape}
         said = check.local.errors(values)[node].item()
         exact = [
@@ -430,7 +429,7 @@ def test_sums_have_no_more_terms_than_counted(name: str) -> None:
             def single(
                 x: Tensor, node: Node = node, operand: Node = operand, fixed: dict[Node, Tensor] = fixed
             ) -> Tensor:
-                return run((node,), {**fixed, operand: x})[node]
+                return evaluate((node,), {**fixed, operand: x})[node]
 
             matrix = torch.autograd.functional.jacobian(single, fixed[operand], vectorize=True).reshape(
                 node.entries, operand.entries

@@ -19,7 +19,7 @@ import lipcert
 from lipcert.bounds import Operand, kept_whole, local_error
 from lipcert.certifier import METHODS, Certifier
 from lipcert.errors import LipcertError, UnsupportedOperation
-from lipcert.graph import Replay, alterations, capture
+from lipcert.graph import Graph, alterations, capture
 from lipcert.numerics import Upper
 from lipcert.roundoff import Format
 from lipcert.surgery import L2Attention, L2SetAttention, L2WindowAttention, LipLinear, SmoothProject
@@ -576,7 +576,7 @@ def test_channels_that_come_last_in_memory():
 @pytest.mark.parametrize("forwards", [False, True])
 def test_derivatives_that_torch_gets_wrong_are_refused(count, forwards, monkeypatch):
     """For one image or for two, as gradients or as products with the Jacobian only."""
-    replay = Replay.__call__
+    replay = Graph.forward
 
     class Wrong(torch.autograd.Function):
         @staticmethod
@@ -602,7 +602,7 @@ def test_derivatives_that_torch_gets_wrong_are_refused(count, forwards, monkeypa
 
     model = lipcert.load(TokensToImage().eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 6, 6))
     assert not Certifier(model, 0.1, "staged").skipped
-    monkeypatch.setattr(Replay, "__call__", wrong)
+    monkeypatch.setattr(Graph, "forward", wrong)
     with pytest.raises(UnsupportedOperation, match="vmap"):
         Certifier(model, 0.1, "anchored")
     assert "vmap" in Certifier(model, 0.1, "staged").skipped["anchored"]

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipcert.bounds import Bound, Value, analyze, check_weights, lipschitz
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph._graph import run
+from lipcert.graph import evaluate
 from lipcert.inputs.loading import load
 from lipcert.model import Model
 
@@ -88,7 +88,7 @@ def check_movements(model: Model, images: int = 3) -> Bound:
     generator = torch.Generator().manual_seed(7)
 
     def inside(image: Tensor) -> tuple[Tensor, ...]:
-        values = run(analysis.graph.nodes, {analysis.graph.input: image})
+        values = evaluate(analysis.graph.nodes, {analysis.graph.input: image})
         return tuple(values[node] for node in nodes)
 
     for index in range(images):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds import analyze, explicit_maxima
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Graph, Node, Replay, _forms, _graph, canonical, capture, needed
+from lipcert.graph import Graph, Node, _forms, canonical, capture, needed
 
 SIZE = (1, 3, 4, 4)
 
@@ -382,7 +382,7 @@ def test_a_whole_module_is_replayed_without_its_casts() -> None:
     assert graph.output.op is Narrow
     other = image(1).double() / 7
     torch.testing.assert_close(graph.replay(other), other / 3, rtol=1e-15, atol=0)
-    torch.testing.assert_close(Replay(graph)(graph.input, other[None], [graph.output], {})[0], other[None] / 3)
+    torch.testing.assert_close(graph.forward(graph.input, other[None], [graph.output], {})[0], other[None] / 3)
 
 
 def test_results_with_none_keep_their_parts() -> None:
@@ -520,8 +520,8 @@ def test_convolutions_and_their_derivatives_are_those_of_torch(data: st.DataObje
     with patch.object(_forms, "_PATCHES", limit):
         graph = capture(Module().eval(), images)
         x = seeded(3, *size, seed=3).requires_grad_()
-        replay, (node,) = Replay(graph), (node for node in graph.nodes if node.op == "conv2d")
-        (result,) = replay(graph.input, x, [node], {})
+        (node,) = (node for node in graph.nodes if node.op == "conv2d")
+        (result,) = graph.forward(graph.input, x, [node], {})
     truth = F.conv2d(x.flatten(0, 1), weight, bias, groups=groups, **how)[:, None]
     torch.testing.assert_close(result, truth)
     up = torch.zeros_like(result, requires_grad=True)
@@ -544,7 +544,7 @@ def test_views_of_results_that_lie_otherwise_in_memory() -> None:
 
     images = seeded(*SIZE)
     graph = capture(Module().eval(), images)
-    (result,) = Replay(graph)(graph.input, torch.stack([images, 2 * images]), [graph.output], {})
+    (result,) = graph.forward(graph.input, torch.stack([images, 2 * images]), [graph.output], {})
     torch.testing.assert_close(result[0], Module()(images))
     torch.testing.assert_close(result[1], Module()(2 * images))
 
@@ -561,7 +561,6 @@ def test_the_operations_between_two_values_are_those_on_the_ways_from_one_to_the
         return c.tanh() + a.sigmoid() * c
 
     graph = needed(capture(Module(forward), image()))
-    replay = Replay(graph)
 
     def ways(node: Node, source: Node) -> list[set[Node]]:
         """The nodes of every way from the source to a node, that node included."""
@@ -572,11 +571,11 @@ def test_the_operations_between_two_values_are_those_on_the_ways_from_one_to_the
     for source in graph.nodes:
         for target in graph.nodes:
             found = ways(target, source)
-            assert replay.depends(target, source) == bool(found)
+            assert graph.depends(target, source) == bool(found)
             expected = set().union(*found)
-            assert replay.between(source, [target]) == [node for node in graph.nodes if node in expected]
+            assert graph.between(source, [target]) == [node for node in graph.nodes if node in expected]
         behind = [node for node in graph.nodes if node is not source and ways(node, source)]
-        assert replay.between(source, graph.nodes) == behind
+        assert graph.between(source, graph.nodes) == behind
 
 
 @pytest.mark.parametrize(
@@ -608,7 +607,7 @@ def test_maxima_written_out(function, relus):
 
 
 def test_a_replay_keeps_no_value_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the image, which is read at the end, a chain of layers holds its operand and its result."""
+    """Beside the image, which is read at the end, a chain of layers holds the operand of the next one."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -624,8 +623,8 @@ def test_a_replay_keeps_no_value_that_nothing_reads(monkeypatch: pytest.MonkeyPa
 
     torch.manual_seed(0)
     net, image, held = Chain().double().eval(), torch.rand(1, 4, dtype=torch.float64), []
-    graph, run = capture(net, image), _graph.run
-    monkeypatch.setattr(_graph, "run", lambda nodes, values: (run(nodes, values), held.append(len(values)), values)[2])
+    graph, arguments = capture(net, image), Node.arguments
+    monkeypatch.setattr(Node, "arguments", lambda node, of: (held.append(len(of.__self__)), arguments(node, of))[1])
     assert torch.equal(graph.replay(image), net(image))
-    assert max(held) == 3
+    assert max(held) == 2
     assert torch.equal(graph.replay(2 * image), net(2 * image))

@@ -116,7 +116,9 @@ def jacobian(at, a, b, number):
     """G(a → b) at one image, by rows."""
     value = at.values[a][number : number + 1]
     rest = {node: known[number : number + 1] for node, known in at.values.items()}
-    found = torch.autograd.functional.jacobian(lambda v: at.network.replay(a, v, [b], rest)[0], value, vectorize=True)
+    found = torch.autograd.functional.jacobian(
+        lambda v: at.network.graph.forward(a, v, [b], rest)[0], value, vectorize=True
+    )
     return found.reshape(b.entries, a.entries)
 
 

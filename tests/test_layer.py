@@ -19,7 +19,7 @@ from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions
 from lipcert.certifier.anchored.prefix import constant_up_to, cut_after_kinks
-from lipcert.graph import run
+from lipcert.graph import evaluate
 from lipcert.model import Model
 from lipcert.surgery import MaxMin, SmoothMaxMin
 
@@ -113,7 +113,7 @@ def at(method: PrefixedAnchored, images: Tensor) -> LayerAt:
 def falls(layer: Layer, image: Tensor, g: Tensor, radius: float, starts: int = 6) -> float:
     """The largest −⟨g, c(b̂ + δ) − ĉ⟩ that gradient ascent finds in the ball that the bound is about."""
     network, rho = layer.network, layer.scale * radius
-    path = network.replay.between(network.source, [network.graph.output])
+    path = network.graph.between(network.source, [network.graph.output])
     values = network.values(image[None])
     centre, end = values[network.source][0], values[network.graph.output][0]
     most = 0.0
@@ -124,7 +124,7 @@ def falls(layer: Layer, image: Tensor, g: Tensor, radius: float, starts: int = 6
                 delta = delta * rho / delta.norm().clamp_min(1e-300)
             delta = delta.detach().requires_grad_()
             with torch.enable_grad():
-                moved = run(path, {network.source: centre + delta})
+                moved = evaluate(path, {network.source: centre + delta})
                 value = -(g.view_as(end) * (moved[network.graph.output] - end)).sum()
                 (slope,) = torch.autograd.grad(value, delta)
             most = max(most, value.item())
@@ -181,7 +181,7 @@ def test_every_direction_in_a_plane() -> None:
         for radius in (0.05, 0.5, 3.0):
             points = centre.flatten() + layer.scale * radius * disc.reshape(-1, 2)
             points = points.reshape(len(points), *centre.shape)
-            (moved,) = network.replay(network.source, points, [network.graph.output], {})
+            (moved,) = network.graph.forward(network.source, points, [network.graph.output], {})
             exact = -((moved - end).reshape(len(points), -1) @ g[0]).min().item()
             bound = decrease(torch.tensor([radius], dtype=torch.float64)).item()
             assert exact <= bound
@@ -323,6 +323,6 @@ def test_slopes_and_operands_are_of_one_evaluation(side: int) -> None:
     for radius in (0.1, 1.0):
         circle = layer.scale * radius * torch.stack((angles.cos(), angles.sin()), 1)
         points = (values[network.source].reshape(1, 2) + circle)[:, None]
-        (moved,) = network.replay(network.source, points, [network.graph.output], {})
+        (moved,) = network.graph.forward(network.source, points, [network.graph.output], {})
         exact = -((moved - values[network.graph.output]).reshape(len(points), -1) @ g[0]).min().item()
         assert 1.49 * layer.scale * radius < exact <= decrease(torch.tensor([radius], dtype=torch.float64)).item()

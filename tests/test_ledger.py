@@ -304,6 +304,6 @@ def test_norms_of_a_network_fail_no_more_often_than_the_ledger_says(monkeypatch)
 
 def norm_of(anchor, a, b):
     """The norm of G(a → b), less what its computation may be off by."""
-    replay, values = anchor.method.network.replay, anchor.linearization.values
-    jacobian = torch.autograd.functional.jacobian(lambda x: replay(a, x, [b], values)[0], values[a], vectorize=True)
+    forward, values = anchor.method.network.graph.forward, anchor.linearization.values
+    jacobian = torch.autograd.functional.jacobian(lambda x: forward(a, x, [b], values)[0], values[a], vectorize=True)
     return torch.linalg.matrix_norm(jacobian.reshape(math.prod(b.shape), -1), 2).item() * (1 - 1e-12)

@@ -15,7 +15,6 @@ from rule_attacks import answers
 
 from lipcert.bounds import RULES, NoAnswer, Tag, remainder_of
 from lipcert.graph import Graph, capture, needed
-from lipcert.graph._stages import Replay
 
 SIZE = (4, 3, 6)
 
@@ -269,12 +268,11 @@ def test_derivative_is_the_difference(name, number):
             return  # values of size 0 are refused before any rule
         assert name == "setitem" and "twice" in str(reason), reason  # noqa: PT017, PT018
         return
-    replay = Replay(graph)
     x, v = whole(2, 1, *SIZE, seed=1), whole(2, 1, *SIZE, seed=2)
     values = {graph.input: x}
 
     def function(at: torch.Tensor) -> torch.Tensor:
-        return replay(graph.input, at, [graph.output], values)[0]
+        return graph.forward(graph.input, at, [graph.output], values)[0]
 
     moved = function(x + v) - function(x)
     _, slope = torch.autograd.functional.jvp(function, x, v)
@@ -298,10 +296,9 @@ def test_repeated_positions_are_what_the_contract_is_for(index):
     forward = CASES["setitem"][-3:][index]
     graph = captured(forward)
     x, v = whole(1, 1, *SIZE, seed=1), whole(1, 1, *SIZE, seed=2)
-    replay = Replay(graph)
 
     def function(at: torch.Tensor) -> torch.Tensor:
-        return replay(graph.input, at, [graph.output], {graph.input: x})[0]
+        return graph.forward(graph.input, at, [graph.output], {graph.input: x})[0]
 
     _, slope = torch.autograd.functional.jvp(function, x, v)
     assert not torch.equal(slope, function(x + v) - function(x))

@@ -18,8 +18,7 @@ from lipcert.bounds._box import Walk, flat
 from lipcert.bounds._masked import core_of
 from lipcert.certifier import Local
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import capture
-from lipcert.graph._graph import run
+from lipcert.graph import capture, evaluate
 from lipcert.norms import Ledger, verified_norms
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin
 
@@ -327,7 +326,7 @@ def test_boxes_and_constants_hold_at_points_of_the_ball(net: Model, radius: floa
     for n in range(len(images)):
         samples = points(net, images[n], eps[n].item())
         with torch.no_grad():
-            reached = [run(local.boxes.graph.nodes, {local.boxes.graph.input: sample[None]}) for sample in samples]
+            reached = [evaluate(local.boxes.graph.nodes, {local.boxes.graph.input: sample[None]}) for sample in samples]
         for node, state in walk.states.items():
             values = torch.stack([known[node] for known in reached])
             assert (values <= state.value[n] + state.up[n]).all(), node

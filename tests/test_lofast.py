@@ -15,6 +15,7 @@ from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._lofast import Layers, LoFAST
 from lipcert.certifier.anchored.margin import AppliedForm, RivalMargin, change, curvature_norms, head_distances
 from lipcert.errors import InputError, UnsupportedOperation
+from lipcert.graph import Graph
 from lipcert.norms import Ledger, lanczos_norm
 from lipcert.roundoff import Chains
 
@@ -108,14 +109,14 @@ SMOOTH = "dot product, smooth"
 def logits_from(method, anchor, moved):
     """Logits for a deviation of the source's value."""
     net, values = method.network, anchor.linearization.values
-    (logits,) = net.replay(net.source, values[net.source] + moved, [net.graph.output], values)
+    (logits,) = net.graph.forward(net.source, values[net.source] + moved, [net.graph.output], values)
     return logits.reshape(len(moved), -1)
 
 
 def moved_values(at, moved, targets):
     """The targets for a deviation of the source's value."""
     source = at.network.source
-    return at.network.replay(source, at.values[source] + moved, targets, at.values)
+    return at.network.graph.forward(source, at.values[source] + moved, targets, at.values)
 
 
 def worst_margin(method, anchor, predicted, radius, steps=12):
@@ -622,8 +623,7 @@ class CutOff(torch.autograd.Function):
 
 def test_a_derivative_that_is_cut_off_is_not_taken_for_none(monkeypatch):
     method = LoFAST(dense())
-    kind = type(method.network.replay)
-    monkeypatch.setattr(kind, "__call__", lambda self, a, source, targets, values, path=None: [CutOff.apply(source)])
+    monkeypatch.setattr(Graph, "forward", lambda self, a, source, targets, values, path=None: [CutOff.apply(source)])
     with pytest.raises(UnsupportedOperation, match="cannot be differentiated"):
         method(small(1))
 
@@ -631,8 +631,7 @@ def test_a_derivative_that_is_cut_off_is_not_taken_for_none(monkeypatch):
 def test_one_way_alone_costs_nothing():
     """Where all ways lead through a value, and both norms are known, the product is what is taken."""
     method = Anchored(dense())
-    replay, nodes = method.network.replay, method.network.graph.nodes
-    chains = Chains(replay, method.network.source)
+    nodes, chains = method.network.graph.nodes, Chains(method.network.graph, method.network.source)
     first = next(node for node in nodes if node.op == "linear")
     second = next(node for node in nodes if node.op == "silu")
     assert chains.on_every_path(first, second)
@@ -649,7 +648,7 @@ def test_one_way_alone_costs_nothing():
 
 def test_small_products_do_not_vanish():
     method = Anchored(branching())
-    chains = Chains(method.network.replay, method.network.source)
+    chains = Chains(method.network.graph, method.network.source)
     tiny = {link: torch.full((1,), 1e-130, dtype=torch.float64) for link in chains.unknown}
     tiny[chains.links[method.network.graph.output][0]] = torch.tensor([1e300], dtype=torch.float64)
     assert chains.table([method.network.source], {}, tiny)[method.network.graph.output].item() > 0

@@ -20,7 +20,7 @@ from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
 from lipcert.certifier.anchored.prefix import constant_up_to, cut_after_kinks
 from lipcert.errors import InputError
-from lipcert.graph import run
+from lipcert.graph import evaluate
 from lipcert.model import Model
 from lipcert.roundoff import REAL, Roundoff
 from lipcert.surgery import L2Attention, MaxMin, SmoothMaxMin, SmoothProject
@@ -164,7 +164,7 @@ def test_the_constant_is_at_least_every_quotient_and_jacobian(name: str) -> None
     constant = constant_up_to(graph, cut, net)
 
     def value(x: Tensor) -> Tensor:
-        return run(graph.nodes, {graph.input: x.reshape(1, *SIZE)})[cut].flatten()
+        return evaluate(graph.nodes, {graph.input: x.reshape(1, *SIZE)})[cut].flatten()
 
     for scale in (1e-4, 0.1, 1.0):
         x = torch.rand(SIZE, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_the_rounding_error_of_a_value() -> None:
     windows = torch.nn.functional.unfold(x, 3, padding=1).flip(1)
     weight = first.weight.flatten(1).flip(1)
     other = MaxMin()((weight @ windows + first.bias[:, None]).reshape(5, 4, 4, 4))
-    computed = torch.cat([run(graph.nodes, {graph.input: image[None]})[cut] for image in images])
+    computed = torch.cat([evaluate(graph.nodes, {graph.input: image[None]})[cut] for image in images])
     assert bool(((other - computed).flatten(1).norm(dim=1) <= error).all())
     assert bool((error < 1e-12).all())
     assert bool((error > 0).all())

@@ -132,7 +132,7 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
                 other = other.detach().requires_grad_()
                 delta = (along + length * other).flatten(0, 1).unflatten(1, source.shape)
                 assert bool((delta.flatten(1).norm(dim=1) <= eps[index] * (1 + 1e-6)).all())
-                found = network.replay(source, values[source] + delta, [*targets, network.graph.output], values)
+                found = network.graph.forward(source, values[source] + delta, [*targets, network.graph.output], values)
                 for target, value in zip(targets, found[:-1], strict=True):
                     deviation = (value - values[target]).detach()
                     for v in nodes:
@@ -187,7 +187,7 @@ def test_products_with_all_jacobians_at_once(name):
     for u, tangent in one.ray.tangents.items():
         if u is source:
             continue
-        (ahead,), (behind,) = (at.network.replay(source, at.values[source] + sign * step * p, [u], dict(at.values))
+        (ahead,), (behind,) = (at.network.graph.forward(source, at.values[source] + sign * step * p, [u], at.values)
                                for sign in (1, -1))  # fmt: skip
         torch.testing.assert_close(tangent, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-7)
 

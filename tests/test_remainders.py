@@ -20,8 +20,7 @@ from lipcert.bounds._registry import RULES, key_of
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu
 from lipcert.bounds.rules.attention import _SPREAD, _SPREAD_FURTHER, _grown, _odds
-from lipcert.graph import Node, capture, needed
-from lipcert.graph._graph import run
+from lipcert.graph import Node, capture, evaluate, needed
 from lipcert.numerics import at_most
 from lipcert.surgery import (
     ClippedReLU,
@@ -246,7 +245,7 @@ class Site(Linearised):
         assert [node.op for node in found] == [key]
         scales = torch.tensor([0.0, 1e-3, 0.3, 1.0, 1.0, 4.0], dtype=torch.float64)
         inputs = scales.reshape(-1, *[1] * len(shape)) * seeded(POINTS, *shape, seed=7)
-        super().__init__(found[0], [run(graph.nodes, {graph.input: x}) for x in inputs])
+        super().__init__(found[0], [evaluate(graph.nodes, {graph.input: x}) for x in inputs])
 
 
 site_at = functools.cache(Site)  # of which every test asks the same
@@ -504,7 +503,7 @@ def test_products_with_the_jacobian_as_the_certificates_take_them(key, index):
     site = site_at(key, index)
 
     def one(*operands):
-        return run((site.node,), dict(zip(site.distinct, operands, strict=True)))[site.node]
+        return evaluate((site.node,), dict(zip(site.distinct, operands, strict=True)))[site.node]
 
     points = [(value + 0.01).requires_grad_() for value in site.nominal]
     result = torch.vmap(one)(*points)
@@ -670,7 +669,7 @@ def test_entries_of_softmax_grow_no_further(scale, r):
 )
 def test_no_rule(function, word):
     graph = needed(capture(Function(function).eval(), torch.rand(1, 3, 4, dtype=torch.float64) + 1))
-    values = run(graph.nodes, {graph.input: torch.rand(1, 3, 4, dtype=torch.float64)})
+    values = evaluate(graph.nodes, {graph.input: torch.rand(1, 3, 4, dtype=torch.float64)})
 
     def make_all():
         for node in graph.nodes[1:]:

@@ -23,8 +23,7 @@ from lipcert.bounds._registry import RULES, Rule, key_of
 from lipcert.bounds.rules.activation import ACTIVATIONS
 from lipcert.bounds.testing import check_rule
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Replay, capture, needed
-from lipcert.graph._graph import run
+from lipcert.graph import capture, evaluate, needed
 from lipcert.numerics import Upper
 
 SIZE = (2, 3, 4)
@@ -767,7 +766,7 @@ def check_ranges(analysis: Any) -> None:
     points = [torch.rand(1, *SIZE, generator=generator, dtype=torch.float64) for _ in range(6)]
     points += [p.round() for p in points] + [torch.zeros(1, *SIZE).double(), torch.ones(1, *SIZE).double()]
     for point in points:
-        for node, tensor in run(analysis.graph.nodes, {analysis.graph.input: point}).items():
+        for node, tensor in evaluate(analysis.graph.nodes, {analysis.graph.input: point}).items():
             value = analysis.values[node]
             if not isinstance(value, Value) or not tensor.isfinite().all():
                 continue
@@ -817,7 +816,7 @@ def test_derivatives_in_a_replay_are_those_without_vmap(case: tuple[Any, ...], n
         orders = {tuple(axes), (0, 1, *reversed(axes[2:])), (0, 1, *axes[3:], 2)}
         for order, step in itertools.product(orders, (None, 1, values.shape[2])):
             x = laid_out(values, order, step).requires_grad_()
-            (result,) = Replay(graph)(graph.input, x, [graph.output], {})
+            (result,) = graph.forward(graph.input, x, [graph.output], {})
             for given in (u, torch.empty_like(result).copy_(u)):
                 (found,) = torch.autograd.grad(result, x, given, retain_graph=True)
                 torch.testing.assert_close(found, wanted)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lipcert.bounds._registry import NoAnswer
-from lipcert.graph import SIGNATURES, SYNONYMS, Node, run_each
+from lipcert.graph import SIGNATURES, SYNONYMS, Node, evaluate_each
 
 Known = TypeVar("Known")
 
@@ -54,7 +54,7 @@ def by_operand(node: Node, entries: Sequence[Known]) -> Callable[[Node], Known]:
 
 def replayed(node: Node, *tensors: Tensor) -> Tensor:
     """Evaluates the operation at other values of its operands, image by image."""
-    return run_each((node,), dict(zip(dict.fromkeys(node.operands), tensors, strict=True)), (node,))[0]
+    return evaluate_each((node,), dict(zip(dict.fromkeys(node.operands), tensors, strict=True)), (node,))[node]
 
 
 def per_axis(value: Any, dims: int) -> tuple[int, ...]:

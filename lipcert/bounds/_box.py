@@ -45,7 +45,7 @@ from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import Core, core_of
 from lipcert.bounds._registry import RULES, Tag, tagged
 from lipcert.bounds._value import Value
-from lipcert.graph import Graph, Node, evaluate, needed
+from lipcert.graph import Graph, Node, needed
 from lipcert.norms import Draw, Ledger
 from lipcert.numerics import INFLATE, Upper, l2_norm, root_sum
 
@@ -229,7 +229,7 @@ class Boxes:
     def nominal(self, images: Tensor) -> Nominal:
         """Evaluates the network at images, shape (N, C, H, W)."""
         images = images[:, None]
-        values = evaluate(self.graph, images, self.values)
+        values = self.graph.values(images, self.values)
         nominal = Nominal(values, {node: torch.zeros_like(value) for node, value in values.items()})
         centre = Walk(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
         nominal.errors = {node: state.reach for node, state in centre.states.items()}

@@ -22,7 +22,7 @@ from lipcert.bounds._scales import check_scales
 from lipcert.bounds._value import Value
 from lipcert.bounds.rules.patterns import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
-from lipcert.graph import Graph, Node, capture, examine, examples, needed, same_logits, without_fused_kernels
+from lipcert.graph import Graph, Node, capture, evaluate, examine, examples, needed, same_logits, without_fused_kernels
 from lipcert.model import Model, alone, network_of, unusable
 from lipcert.numerics import INFINITE, Bound, LayerBound, RealArithmetic, Upper, is_out_of_memory, leaves
 
@@ -201,27 +201,23 @@ def global_values(graph: Graph, progress: Progress | None = None, source: Value 
     # On the box [0, 1]^(C×H×W) pixels have magnitude at most 1. The identity has Lipschitz constant 1.
     values: dict[Node, Any] = {graph.input: source or Value(graph.input.shape, 1, magnitude=1, floor=0.0)}
     missing: list[tuple[str, str]] = []
-    for done, node in enumerate(graph.nodes):
-        if node is graph.input:
-            continue
+
+    def bounded(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if progress is not None:
-            progress(done, len(graph.nodes), "bounding the network")
+            progress(len(values), len(graph.nodes), "bounding the network")
         if any(values[operand] is None for operand in node.operands):
-            values[node] = None  # depends on an operation that is already listed
-            continue
-        args, kwargs = node.arguments(values.__getitem__)
-        if isinstance(node.op, type):
-            args = (node.function, *args)
+            return None  # depends on an operation that is already listed
         try:
-            values[node] = global_value(node, args, kwargs)
+            return global_value(node, (node.function, *args) if isinstance(node.op, type) else args, kwargs)
         except NoAnswer as reason:
             missing.append(refusal(node, reason))
-            values[node] = None
         except (IndexError, NotImplementedError, RuntimeError, ValueError) as error:  # torch, for odd arguments
             if isinstance(error, LipcertError) or is_out_of_memory(error):
                 raise
             missing.append(refusal(node, NoAnswer(f"{type(error).__name__}: {first_line(error)[:200]}")))
-            values[node] = None
+        return None
+
+    evaluate(graph.nodes, values, on=bounded)
     if missing:
         raise UnsupportedOperation(missing)
     return values

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lipcert.bounds._registry import RULES, Jacobian, NoAnswer, Schur
 from lipcert.bounds._remainder import per_image, remainder_of
-from lipcert.graph import Node, run_each
+from lipcert.graph import Node, evaluate_each
 from lipcert.numerics import UNIT, l2_norm, mapped
 
 Bounds = tuple[Tensor | float, Tensor | float]
@@ -48,7 +48,8 @@ def column_sums(node: Node, place: int, values: Mapping[Node, Tensor]) -> Tensor
     operand = node.operands[place]
     source = values[operand].detach().requires_grad_()
     with torch.enable_grad():
-        (result,) = run_each((node,), {o: source if o is operand else values[o] for o in node.operands}, (node,))
+        given = {o: source if o is operand else values[o] for o in node.operands}
+        result = evaluate_each((node,), given, (node,))[node]
         (slope,) = torch.autograd.grad(result.sum(), source, allow_unused=True) if result.requires_grad else (None,)
     return per_image(torch.zeros_like(source) if slope is None else slope)
 

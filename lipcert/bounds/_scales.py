@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lipcert.bounds._value import Value
 from lipcert.errors import InputError
-from lipcert.graph import Graph, Node, run
+from lipcert.graph import Graph, Node, evaluate
 from lipcert.numerics import Upper
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-200, 2.0**200
@@ -52,7 +52,7 @@ def check_scales(graph: Graph, values: Mapping[Node, Any], image: Tensor) -> Non
     Raises:
         InputError: one of them is not 0 and leaves the range; names the operation.
     """
-    nominal, other = (run(graph.nodes, {graph.input: x}) for x in (image, 1 - image))
+    nominal, other = (evaluate(graph.nodes, {graph.input: x}) for x in (image, 1 - image))
     for node in graph.nodes:
         for constant in _constants(node):
             _check(constant, node, "a constant")

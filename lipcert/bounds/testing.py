@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from lipcert.bounds import Analysis, Boxes, NoAnswer, Operand, Walk, analyze, kept_whole, local_error, remainder_of
 from lipcert.bounds.rules.expansions import explicit_attention
 from lipcert.errors import InputError
-from lipcert.graph import Node, capture, needed, run
+from lipcert.graph import Node, capture, evaluate, needed
 from lipcert.numerics import DTYPES, Format
 
 _RADII = (1e-2, 0.3, 1.0)
@@ -128,7 +128,7 @@ def _nodes(module: nn.Module, images: list[Tensor], question: str) -> Iterator[t
     graph = capture(module, images[0], lambda part: kept_whole(part) and kept_whole(part, question))
     graph = needed(explicit_attention(graph, images[0].device))
     for image in images:
-        values = run(graph.nodes, {graph.input: image})
+        values = evaluate(graph.nodes, {graph.input: image})
         yield from ((node, values) for node in graph.nodes[1:] if all(n.single for n in (node, *node.operands)))
 
 
@@ -140,11 +140,11 @@ def _remainders(module: nn.Module, images: list[Tensor], draw: torch.Generator) 
         at = {o: values[o].expand(len(rho), *values[o].shape).clone() for o in (*distinct, node)}
         nominal = tuple(at[o] for o in distinct)
 
-        def evaluate(*operands: Tensor, node: Node = node, distinct: list[Node] = distinct) -> Tensor:
-            return run((node,), dict(zip(distinct, operands, strict=True)))[node]
+        def result(*operands: Tensor, node: Node = node, distinct: list[Node] = distinct) -> Tensor:
+            return evaluate((node,), dict(zip(distinct, operands, strict=True)))[node]
 
-        base, linear = torch.func.jvp(torch.vmap(evaluate), nominal, deltas)[:2]
-        moved = torch.vmap(evaluate)(*(x + d for x, d in zip(nominal, deltas, strict=True)))
+        base, linear = torch.func.jvp(torch.vmap(result), nominal, deltas)[:2]
+        moved = torch.vmap(result)(*(x + d for x, d in zip(nominal, deltas, strict=True)))
         rest = torch.where(moved == base, 0.0, moved - base) - linear  # masked entries are −∞
         size, sizes = _norms(rest), _norms(base.nan_to_num(neginf=0)) + _norms(linear)
         slack = 1e-12 * (1 + math.sqrt(node.entries) * sizes)

@@ -114,7 +114,7 @@ def logit_differences(at: Linearization, predicted: Tensor) -> dict[Node, Tensor
     starts, output = [last.start, *last.nonlinear], network.graph.output
     if output.entries > FEW or output in starts:
         return {}
-    reached, added = perturbed(at.values, starts, network.replay.between(last.start, [output]), [output])
+    reached, added = perturbed(at.values, starts, network.graph.between(last.start, [output]), [output])
     if not reached[output].requires_grad:
         return {}
     bounds: dict[Node, list[Tensor]] = {a: [] for a in starts}

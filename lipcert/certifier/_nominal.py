@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lipcert.bounds import Analysis, explicit_attention
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Node, Replay, evaluate, needed
+from lipcert.graph import Node, evaluate_each, needed
 from lipcert.model import Model
 from lipcert.roundoff import ENTRIES_AT_ONCE, REAL, Chains, OperationRounding, Roundoff
 
@@ -56,7 +56,7 @@ class NominalMargins:
     @cached_property
     def local(self) -> OperationRounding:
         """Bounds on the rounding of single operations."""
-        return OperationRounding(Chains(Replay(self.graph), self.graph.input))
+        return OperationRounding(Chains(self.graph, self.graph.input))
 
     @cached_property
     def proof(self) -> Roundoff | None:
@@ -89,7 +89,7 @@ class NominalMargins:
 
     def _checked(self, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
         """The margins, reduced by four times what noise takes from them."""
-        values = evaluate(self.graph, images[:, None])
+        values = self.graph.values(images[:, None])
         errors = self.local.errors(values)
         generator = torch.Generator().manual_seed(0)
         noise: dict[Node, Tensor] = {}
@@ -107,8 +107,9 @@ class NominalMargins:
         largest = torch.zeros_like(margins)
         for sign in (1, -1):
             disturbed = {node: sign * part for node, part in noise.items()}
-            output = evaluate(self.graph, images[:, None], (self.graph.output,), added=disturbed)[self.graph.output]
-            logits = output.reshape(margins.shape).double().cpu()
+            given, output = {self.graph.input: images[:, None]}, self.graph.output
+            found = evaluate_each(self.graph.nodes, given, [output], disturbed)[output]
+            logits = found.reshape(margins.shape).double().cpu()
             change = (logits.gather(1, predicted[:, None]) - logits - margins).abs()
             largest = torch.maximum(largest, change.nan_to_num(nan=math.inf, posinf=math.inf))
         largest = _COUNTED * largest.scatter(1, predicted[:, None], 0.0)

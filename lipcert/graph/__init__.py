@@ -7,16 +7,13 @@ no bounds.
 
 from lipcert.graph._capture import capture, outline, unchecked
 from lipcert.graph._constants import MADE, UNKNOWN
-from lipcert.graph._graph import Emit, Graph, Node, rewritten, run
+from lipcert.graph._graph import Emit, Graph, Node, evaluate, evaluate_each, rewritten
 from lipcert.graph._intact import alterations, check_torch
 from lipcert.graph._operations import SIGNATURES, SYNONYMS, canonical
 from lipcert.graph._stages import (
-    Replay,
     cuts,
-    evaluate,
     logits,
     needed,
-    run_each,
     segment,
 )
 from lipcert.graph._trace import ONE_LOGIT, identity_of_code, outputs_of

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -86,39 +89,124 @@ class Graph:
     forms: tuple[str, ...] = ()
     computed: Mapping[int, Node] = field(default_factory=dict, repr=False)
 
-    def replay(self, images: torch.Tensor) -> torch.Tensor:
-        """Runs the captured operations on images of shape (N, C, H, W), with the N of the capture. Differentiable."""
-        values = {self.input: images}
-        for node in self.nodes:
-            run((node,), values)
-            for read in self._last_read_by.get(node, ()):
-                del values[read]
-        return values[self.output]
+    def replay(self, images: Tensor) -> Tensor:
+        """The output at images of shape (N, C, H, W), with the N of the capture. Differentiable."""
+        return evaluate(self.nodes, {self.input: images}, [self.output])[self.output]
+
+    def values(self, images: Tensor, nodes: Iterable[Node] | None = None) -> dict[Node, Tensor]:
+        """The values of nodes with one result, by default all of them, at N images of shape (N, 1, C, H, W)."""
+        asked = [node for node in (self.nodes if nodes is None else nodes) if node.single]
+        return evaluate_each(self.nodes, {self.input: images}, asked)
+
+    def forward(
+        self,
+        source: Node,
+        value: Tensor,
+        targets: Sequence[Node],
+        values: Mapping[Node, Tensor],
+        path: Sequence[Node] | None = None,
+    ) -> list[Tensor]:
+        """The targets for N values of ``source``; nodes independent of it keep their nominal values."""
+        path = self.between(source, targets) if path is None else path
+        inside = {source, *path}
+        outside = (operand for node in path for operand in node.operands if operand not in inside)
+        found = evaluate_each(path, {source: value, **{node: values[node] for node in outside}}, targets)
+        return [found[target] for target in targets]
 
     @cached_property
-    def _last_read_by(self) -> dict[Node, list[Node]]:
-        """The nodes, apart from the output, whose value no node after this one reads."""
-        last = {read: node for node in self.nodes for read in (node, *node.operands)}
-        reads: dict[Node, list[Node]] = {}
-        for read, node in last.items():
-            if read is not self.output:
-                reads.setdefault(node, []).append(read)
+    def position(self) -> dict[Node, int]:
+        """The place of each node in the order."""
+        return {node: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def _reads(self) -> dict[Node, int]:
+        """The bit set of the nodes that a node depends on, itself included."""
+        reads: dict[Node, int] = {}
+        for index, node in enumerate(self.nodes):
+            reads[node] = functools.reduce(operator.or_, (reads.get(u, 0) for u in node.operands), 1 << index)
         return reads
 
+    @cached_property
+    def _feeds(self) -> dict[Node, int]:
+        """The bit set of the other nodes that depend on a node."""
+        feeds = dict.fromkeys(self.nodes, 0)
+        for node in reversed(self.nodes):
+            for operand in {*node.operands} & feeds.keys():
+                feeds[operand] |= feeds[node] | 1 << self.position[node]
+        return feeds
 
-def run(nodes: Sequence[Node], values: dict[Node, Any]) -> dict[Node, Any]:
-    """Evaluates ``nodes`` in order, given the values of the nodes they read; returns all values.
+    def depends(self, node: Node, source: Node) -> bool:
+        """Whether ``node`` is ``source`` or is computed from it."""
+        return bool(self._reads.get(node, 0) >> self.position[source] & 1)
 
-    Modules that are kept whole run in real arithmetic if they were captured in float64. Single operations were already
+    def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
+        """The operations on the paths from ``source`` to ``targets``, in order, without ``source``."""
+        ancestors = functools.reduce(operator.or_, (self._reads.get(target, 0) for target in targets), 0)
+        # The lowest bit first, so that bit i meets node i; zip stops at the highest bit that is set.
+        bits = reversed(f"{ancestors & self._feeds[source]:b}")
+        return [node for node, bit in zip(self.nodes, bits, strict=False) if bit == "1"]
+
+
+def applied(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operation on tensors.
+
+    A module that is kept whole runs in real arithmetic if it was captured in float64. Single operations were already
     recorded in real arithmetic.
     """
+    exact = isinstance(node.function, nn.Module) and torch.float64 in {getattr(x, "dtype", None) for x in args}
+    with RealArithmetic() if exact else nullcontext():
+        return node.function(*args, **kwargs)
+
+
+def evaluate(
+    nodes: Sequence[Node],
+    values: dict[Node, Any],
+    targets: Collection[Node] = (),
+    on: Callable[[Node, tuple[Any, ...], dict[str, Any]], Any] = applied,
+) -> dict[Node, Any]:
+    """Evaluates nodes in order; adds their values to ``values``, which has those of the other nodes that they read.
+
+    Args:
+        nodes: the nodes.
+        values: the known values; nodes among them are not evaluated again.
+        targets: if there are any, all other values are dropped once they have been read for the last time.
+        on: what an operation does with its arguments: by default that on tensors.
+    """
+    last = {read: node for node in nodes for read in (node, *node.operands)} if targets else {}
+    read_last_by: dict[Node, list[Node]] = {}
+    for read in last.keys() - targets:
+        read_last_by.setdefault(last[read], []).append(read)
     for node in nodes:
         if node not in values:
-            args, kwargs = node.arguments(values.__getitem__)
-            exact = isinstance(node.function, nn.Module) and torch.float64 in {getattr(x, "dtype", None) for x in args}
-            with RealArithmetic() if exact else nullcontext():
-                values[node] = node.function(*args, **kwargs)
+            values[node] = on(node, *node.arguments(values.__getitem__))
+        for read in read_last_by.get(node, ()):
+            values.pop(read, None)
     return values
+
+
+def evaluate_each(
+    nodes: Sequence[Node],
+    given: Mapping[Node, Tensor],
+    targets: Sequence[Node],
+    added: Mapping[Node, Tensor] = MappingProxyType({}),
+) -> dict[Node, Tensor]:
+    """:func:`evaluate` for N images, each alone under ``torch.vmap``; values have the shape (N, *node.shape).
+
+    So images cannot influence each other, whatever the network does with its batch axis. ``added`` has numbers that
+    are added to the values of some nodes.
+    """
+
+    def one(start: tuple[Tensor, ...], extra: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        more = dict(zip(added, extra, strict=True))
+
+        def moved(node: Node, value: Any) -> Any:
+            return value + more[node] if node in more else value
+
+        values = {node: moved(node, value) for node, value in zip(given, start, strict=True)}
+        evaluate(nodes, values, targets, lambda node, args, kwargs: moved(node, applied(node, args, kwargs)))
+        return tuple(values[target] for target in targets)
+
+    return dict(zip(targets, torch.vmap(one)(tuple(given.values()), tuple(added.values())), strict=True))
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -1,16 +1,14 @@
-"""Finds the stages of a captured network and replays parts of it on batches of images."""
+"""The stages of a captured network, and its logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipcert.graph._graph import Emit, Graph, Node, rewritten, run
+from lipcert.graph._graph import Emit, Graph, Node, rewritten
 
 
 def needed(graph: Graph) -> Graph:
@@ -53,48 +51,6 @@ def cuts(graph: Graph) -> list[Node]:
     return cut_nodes
 
 
-def evaluate(
-    graph: Graph,
-    images: Tensor,
-    nodes: Iterable[Node] | None = None,
-    added: Mapping[Node, Tensor] = MappingProxyType({}),
-) -> dict[Node, Tensor]:
-    """Values of a captured network at N images, each evaluated alone under ``torch.vmap``.
-
-    So images cannot influence each other, whatever the network does with its batch axis.
-
-    Args:
-        graph: the network, captured with one image.
-        images: shape (N, 1, C, H, W).
-        nodes: the nodes whose values are returned; by default all with one result.
-        added: numbers that are added to the results of some nodes, each of shape (N, *node.shape).
-    """
-    asked = [node for node in (graph.nodes if nodes is None else nodes) if node.single and node is not graph.input]
-
-    def one(image: Tensor, extra: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        values: dict[Node, Any] = {graph.input: image}
-        changes = dict(zip(added, extra, strict=True))
-        for node in graph.nodes if changes else ():
-            run((node,), values)
-            if node in changes:
-                values[node] = values[node] + changes[node]
-        run(graph.nodes, values)
-        return tuple(values[node] for node in asked)
-
-    results = torch.vmap(one)(images, tuple(added.values()))
-    return {graph.input: images, **dict(zip(asked, results, strict=True))}
-
-
-def run_each(nodes: Sequence[Node], given: Mapping[Node, Tensor], targets: Sequence[Node]) -> list[Tensor]:
-    """The values of ``targets`` at N images, each alone under ``torch.vmap``, from those of other nodes."""
-
-    def one(*values: Tensor) -> tuple[Tensor, ...]:
-        computed = run(nodes, dict(zip(given, values, strict=True)))
-        return tuple(computed[target] for target in targets)
-
-    return list(torch.vmap(one)(*given.values()))
-
-
 # The largest number of entries of one value in a call: on a CPU it stays in the cache, on a GPU it fills all cores.
 _ENTRIES_OF_A_CALL = {"cpu": 2**18, "cuda": 2**25}
 
@@ -107,52 +63,3 @@ def logits(graph: Graph, images: Tensor) -> Tensor:
         return images.new_zeros(0, *graph.output.shape[1:])
     with sdpa_kernel(SDPBackend.MATH):  # torch.vmap would loop over the images for others
         return torch.cat([torch.vmap(graph.replay)(part[:, None]) for part in images.split(size)])[:, 0]
-
-
-class Replay:
-    """Evaluates a captured graph on N images at once, each independently.
-
-    The graph was captured with one image and runs under ``torch.vmap``. Every value has shape (N, *shape of a batch of
-    one), whatever the network does with its batch axis.
-    """
-
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.position = {node: index for index, node in enumerate(graph.nodes)}
-        self._reads: dict[Node, int] = {}  # bit set of the nodes that a node depends on, itself included
-        self._feeds = {node: 0 for node in graph.nodes}  # bit set of the other nodes that depend on it
-        for index, node in enumerate(graph.nodes):
-            self._reads[node] = 1 << index
-            for operand in node.operands:
-                self._reads[node] |= self._reads.get(operand, 0)
-        for index in reversed(range(len(graph.nodes))):
-            node = graph.nodes[index]
-            for operand in {*node.operands} & self._feeds.keys():
-                self._feeds[operand] |= self._feeds[node] | 1 << index
-
-    def depends(self, node: Node, source: Node) -> bool:
-        """Whether ``node`` is ``source`` or is computed from it."""
-        return bool(self._reads.get(node, 0) >> self.position[source] & 1)
-
-    def between(self, source: Node, targets: Iterable[Node]) -> list[Node]:
-        """The operations on the paths from ``source`` to ``targets``, in order, without ``source``."""
-        ancestors = 0
-        for target in targets:
-            ancestors |= self._reads.get(target, 0)
-        # The lowest bit first, so that bit i meets node i; zip stops at the highest bit that is set.
-        bits = reversed(f"{ancestors & self._feeds[source]:b}")
-        return [node for node, bit in zip(self.graph.nodes, bits, strict=False) if bit == "1"]
-
-    def __call__(
-        self,
-        source: Node,
-        value: Tensor,
-        targets: Sequence[Node],
-        values: dict[Node, Tensor],
-        path: Sequence[Node] | None = None,
-    ) -> list[Tensor]:
-        """Evaluates the targets for a value of ``source``; nodes independent of it keep their nominal values."""
-        path = self.between(source, targets) if path is None else path
-        inside = {source, *path}
-        outside = (operand for node in path for operand in node.operands if operand not in inside)
-        return run_each(path, {source: value, **{node: values[node] for node in outside}}, targets)

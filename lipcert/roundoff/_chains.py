@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Tag, tagged
-from lipcert.graph import Node, Replay
+from lipcert.graph import Graph, Node
 from lipcert.numerics import root_sum, times
 
 Pair = tuple[Node, Node]
@@ -71,11 +71,11 @@ class Chains:
         links: for every operation after ``source``, the operation as a function of each of its operands.
     """
 
-    def __init__(self, replay: Replay, source: Node):
-        self.replay, self.source = replay, source
+    def __init__(self, graph: Graph, source: Node):
+        self.graph, self.source = graph, source
         self.links: dict[Node, list[Link]] = {}
-        self._passed: dict[Node, int] = {source: 1 << replay.position[source]}  # bit set of the nodes on every path
-        for node in replay.between(source, [replay.graph.output]):
+        self._passed: dict[Node, int] = {source: 1 << graph.position[source]}  # bit set of the nodes on every path
+        for node in graph.between(source, [graph.output]):
             if not node.single:
                 continue
             path, operands = _reads(node)
@@ -83,7 +83,7 @@ class Chains:
             passed = -1
             for link in self.links[node]:
                 passed &= self._passed[link.operand]
-            self._passed[node] = passed | 1 << replay.position[node]
+            self._passed[node] = passed | 1 << graph.position[node]
 
     @property
     def unknown(self) -> list[Link]:
@@ -92,7 +92,7 @@ class Chains:
 
     def on_every_path(self, b: Node, node: Node) -> bool:
         """Whether every path from the source to ``node`` passes through b."""
-        return bool(self._passed[node] >> self.replay.position[b] & 1)
+        return bool(self._passed[node] >> self.graph.position[b] & 1)
 
     def table(
         self,
@@ -105,7 +105,7 @@ class Chains:
         into: dict[Node, list[tuple[Node, Tensor]]] = {}
         for (b, node), norm in norms.items():
             into.setdefault(node, []).append((b, norm))
-        position = self.replay.position
+        position = self.graph.position
         like = next(iter((norms or links).values()))
         order = torch.tensor([position[a] for a in starts], device=like.device)
         nothing = like.new_zeros(len(starts), len(like))

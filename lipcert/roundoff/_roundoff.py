@@ -46,7 +46,7 @@ from lipcert.bounds import (
     tagged,
 )
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, evaluate, needed
+from lipcert.graph import Graph, Node, needed
 from lipcert.model import Model
 from lipcert.numerics import OWN_ROUNDING, REAL, SAFETY, Format, Number, at_most, l2_norm
 from lipcert.roundoff._constants import deployed_graph
@@ -84,7 +84,7 @@ class Gains:
         missing = list(refused)
         self.format = fmt
         with torch.no_grad():
-            nominal = evaluate(graph, _example(model)[:, None])
+            nominal = graph.values(_example(model)[:, None])
             zero = torch.zeros(1, dtype=torch.float64, device=model.device)
             for node in graph.nodes:
                 if node is graph.input or passes(node):
@@ -299,7 +299,7 @@ class Evaluated:
     def __init__(self, gains: Gains, graph: Graph, images: Tensor, radius: Tensor):
         self.gains, self.graph, self.radius = gains, graph, radius
         self.ball = bool((radius != 0).any())
-        self.values = evaluate(graph, images[:, None])
+        self.values = graph.values(images[:, None])
         zero = torch.zeros_like(radius)
         self.errors = {graph.input: zero}
         self.local: dict[Node, Tensor] = {}

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from lipcert.bounds import Form, Tag, arguments, per_image, tagged
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Node, run
+from lipcert.graph import Node, evaluate_each
 from lipcert.norms import (
     Draw,
     dot_error,
@@ -54,26 +54,12 @@ def perturbed(
     values: Values, sources: Sequence[Node], path: Sequence[Node], targets: Sequence[Node]
 ) -> tuple[dict[Node, Tensor], dict[Node, Tensor]]:
     """The targets as functions of perturbations that are added to the sources, and these perturbations, all 0."""
-    inside = {*path}
-    outside = [a for a in sources if a not in inside]
     read = [operand for node in path for operand in node.operands]
-    fixed = list(dict.fromkeys(u for u in (*outside, *targets, *read) if u not in inside))
-
-    def one(*nominal: Tensor) -> tuple[Tensor, ...]:
-        computed: dict[Node, Any] = dict(zip(fixed, nominal, strict=False))
-        extra = dict(zip(sources, nominal[len(fixed) :], strict=True))
-        for a in outside:
-            computed[a] = computed[a] + extra[a]
-        for node in path:
-            run((node,), computed)
-            if node in extra:
-                computed[node] = computed[node] + extra[node]
-        return tuple(computed[u] for u in targets)
-
+    inside = {*path}
+    fixed = dict.fromkeys(u for u in (*sources, *targets, *read) if u not in inside)
     added = {a: torch.zeros_like(values[a], requires_grad=True) for a in sources}
     with torch.enable_grad():
-        reached = torch.vmap(one)(*(values[u] for u in fixed), *added.values())
-    return dict(zip(targets, reached, strict=True)), added
+        return evaluate_each(path, {u: values[u] for u in fixed}, targets, added), added
 
 
 def margin_gradients(
@@ -89,7 +75,7 @@ def margin_gradients(
     With ``linear``, Σ_u ⟨b_u, u⟩ is subtracted from m first.
     """
     output, source = network.graph.output, network.source
-    path = network.replay.between(source, [output])
+    path = network.graph.between(source, [output])
     targets = list(dict.fromkeys((output, *linear)))
     reached, added = perturbed(values, list(dict.fromkeys((source, *nodes))), path, targets)
     with torch.enable_grad():
@@ -106,7 +92,7 @@ def tangents(network: Network, values: Values, nodes: Sequence[Node], direction:
     source = values[network.source].detach().requires_grad_()
     start = direction.reshape(source.shape)
     with torch.enable_grad():
-        targets = network.replay(network.source, source, [u for u in nodes if u is not network.source], dict(values))
+        targets = network.graph.forward(network.source, source, [u for u in nodes if u is not network.source], values)
         moving = [target for target in targets if target.requires_grad]
         weights = [torch.zeros_like(target, requires_grad=True) for target in moving]
         products: list[Tensor | None] = [None] * len(weights)
@@ -257,7 +243,7 @@ class Jacobians:
         source = nominal.clone().requires_grad_() if start is a else torch.zeros_like(nominal, requires_grad=True)
         with torch.enable_grad():
             entered = source if start is a or self.narrow is None else nominal + self.narrow(source)
-            (target,) = self.network.replay(start, entered, [b], dict(values), path)
+            (target,) = self.network.graph.forward(start, entered, [b], values, path)
             target = target if form is None else form(target)
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
@@ -322,7 +308,7 @@ class Jacobians:
         path: Sequence[Node] | None,
     ) -> Tensor:
         images, device, start = len(values[a]), values[a].device, a if path is not None else self._entry(a)
-        inside, columns = self.network.replay.between(start, [b]) if path is None else path, start.entries
+        inside, columns = self.network.graph.between(start, [b]) if path is None else path, start.entries
         size = min(rows, columns)
         copies = start_vectors(draw.delta, size)[0] if sum(math.prod(node.shape) for node in inside) <= _COPIED else 1
         if copies > 1:

@@ -47,7 +47,7 @@ from lipcert.bounds import Tag, Value, canonical_forms, gamma, global_values, le
 from lipcert.certifier.anchored.jacobians import perturbed, tangents
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, examples, run, segment
+from lipcert.graph import Graph, Node, evaluate, examples, segment
 from lipcert.model import Model
 from lipcert.norms import dot_error
 from lipcert.numerics import (
@@ -79,7 +79,7 @@ def constant_between(network: Network, node: Node) -> float:
     """A Lipschitz constant of the perturbed value of a network ↦ ``node``, which does not see kinks."""
     graph = network.graph
     with torch.no_grad():
-        nominal = [run(graph.nodes, {graph.input: image}) for image in examples(an_image(network.model))]
+        nominal = [evaluate(graph.nodes, {graph.input: image}) for image in examples(an_image(network.model))]
     forms = canonical_forms(
         segment(graph, network.source, node), "lipschitz", [values[network.source] for values in nominal]
     )
@@ -106,7 +106,7 @@ def _norm_of(network: Network, z: Node) -> float:
 def product_error(network: Network, operations: Errors, start: Node, node: Node) -> float:
     """A bound on the errors of products of G(start → node), for an affine path, with unit vectors."""
     reach, lost = {start: 1.0}, {start: 0.0}  # bounds on computed products, and on their errors
-    for u in filter(network.chains.links.__contains__, network.replay.between(start, [node])):
+    for u in filter(network.chains.links.__contains__, network.graph.between(start, [node])):
         terms = [
             (operations.gains[link].item(), operations.off[link].item(), link.operand)
             for link in network.chains.links[u]
@@ -172,7 +172,7 @@ class Layer:
         start, end = network.source, network.graph.output
         values, error, at_end = at.values, at.error, at.at_end
         nodes = list(network.chains.links)
-        reached, added = perturbed(values, [start, *nodes], network.replay.between(start, [end]), [end, z])
+        reached, added = perturbed(values, [start, *nodes], network.graph.between(start, [end]), [end, z])
         pulled = torch.autograd.grad(reached[end], list(added.values()), g.view_as(reached[end]), retain_graph=True)
         at_nodes = {node: slope.detach() for node, slope in zip(added, pulled, strict=True)}
 

@@ -70,7 +70,7 @@ def change(at: Linearization, deviations: Deviations, distances: Tensor | None) 
     if deviations.features is not None and distances is not None and at.network.head is not None:
         features = deviations.features + rounding.noise[at.network.head[0]]
         head = math.sqrt(2) * rounding.errors[at.network.root(output)]
-        for node in at.network.replay.between(at.network.head[0], [output]):
+        for node in at.network.graph.between(at.network.head[0], [output]):
             if node in at.deployed.local:  # operations that copy the logits round too
                 head = head + 2 * per_image(at.deployed.local[node]).amax(1)
         bound = torch.minimum(bound, distances * features[:, None] + head[:, None])
@@ -93,7 +93,7 @@ def curvature_norms(toward: RivalMargin, forms: Forms, round: int) -> Curvature:
             for number, form in enumerate(answer.forms):
                 operand, form = v.operands[form.operand], form.only(some)
                 u = network.root(operand)
-                key = ledger.only(some).part(network.replay.position[v], number)
+                key = ledger.only(some).part(network.graph.position[v], number)
                 norms = {u: form.norm}  # ‖M G(u → u)‖ = ‖M‖
                 for a in dict.fromkeys((network.source, stage.start, *stage.nonlinear[:place])):
                     if a is u or (a, u) in at.plan.unconnected:

@@ -23,7 +23,7 @@ from lipcert.bounds import (
     tagged,
 )
 from lipcert.errors import InputError, UnsupportedOperation, WrongDerivative
-from lipcert.graph import Graph, Node, Replay, capture, cuts, evaluate, examples, needed
+from lipcert.graph import Graph, Node, capture, cuts, examples, needed
 from lipcert.model import Model
 from lipcert.numerics import computed_l2_norm
 from lipcert.roundoff import Chains, OperationRounding
@@ -105,8 +105,7 @@ class Network:
         example = an_image(model)
         if graph is None:  # ``at`` may name a value inside a form
             graph = prepared(recorded(model), model, forms=at is None)
-        self.replay = Replay(needed(graph))
-        self.graph = self.replay.graph
+        self.graph = needed(graph)
         self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input
         self.kept = self._kept()
         self.rules = self._rules(example)
@@ -119,7 +118,7 @@ class Network:
             self.rules = {v: self.rules[v] for stage in self.stages for v in stage.nonlinear}
         self.stages = _merged(self.stages) if merged else self.stages
         self.head = self._head()
-        self.chains = Chains(self.replay, self.source)
+        self.chains = Chains(self.graph, self.source)
         self.local = OperationRounding(self.chains)
         if not deployed and self.graph.output not in _CHECKED:
             compared = self._check_derivatives(example)
@@ -159,7 +158,7 @@ class Network:
                 return False
             with torch.enable_grad():
                 start = images.clone().requires_grad_()
-                (result,) = self.replay(self.graph.input, start, [self.graph.output], {})
+                (result,) = self.graph.forward(self.graph.input, start, [self.graph.output], {})
                 weight = torch.zeros_like(result, requires_grad=True)
                 (pulled,) = torch.autograd.grad(result, start, weight, create_graph=True)
             (computed,) = torch.autograd.grad(result, start, back, retain_graph=True)
@@ -196,7 +195,7 @@ class Network:
 
     def _kept(self) -> list[Node]:
         """The nodes whose values are needed to linearise what follows the source."""
-        after = self.replay.between(self.source, [self.graph.output])
+        after = self.graph.between(self.source, [self.graph.output])
         read = {operand for node in after for operand in node.operands}
         needed_for = {self.source, self.graph.output, *after, *read}
         return [node for node in self.graph.nodes if node in needed_for]
@@ -205,7 +204,7 @@ class Network:
         values = self.values(example[:, None])
         rules: dict[Node, type[Remainder]] = {}
         missing = []
-        for node in self.replay.between(self.source, [self.graph.output]):
+        for node in self.graph.between(self.source, [self.graph.output]):
             try:
                 rule = remainder_of(node)
                 if rule is not None:
@@ -227,7 +226,7 @@ class Network:
         marks = set(cuts(self.graph))
         stages = [Stage(self.source, self.source)]
         last = self.source
-        for node in self.graph.nodes[self.replay.position[self.source] + 1 :]:
+        for node in self.graph.nodes[self.graph.position[self.source] + 1 :]:
             if node in self.rules:
                 if stages[-1].nonlinear and last is not stages[-1].start and self._behind(stages[-1], last):
                     stages[-1].end = last
@@ -241,7 +240,7 @@ class Network:
         return stages
 
     def _behind(self, stage: Stage, cut: Node) -> bool:
-        return self.replay.position[cut] >= self.replay.position[stage.nonlinear[-1]]
+        return self.graph.position[cut] >= self.graph.position[stage.nonlinear[-1]]
 
     def _head(self) -> tuple[Node, Tensor] | None:
         """Features h and weight W if the logits are W h + b, for one vector h and with the classes in the order of W.
@@ -280,12 +279,12 @@ class Network:
         """The places of the entries of ``operand`` in its root."""
         u = self.root(operand)
         places = torch.arange(u.entries, dtype=torch.float64, device=self.model.device)
-        (moved,) = self.replay(u, places.reshape(1, *u.shape), [operand], {}) if operand is not u else (places,)
+        (moved,) = self.graph.forward(u, places.reshape(1, *u.shape), [operand], {}) if operand is not u else (places,)
         return moved.flatten().long()
 
     def affine_path(self, a: Node, b: Node) -> bool:
         """Whether b is an affine function of a while all other values are fixed."""
-        return not any(node in self.rules for node in self.replay.between(a, [b]))
+        return not any(node in self.rules for node in self.graph.between(a, [b]))
 
     def values(self, images: Tensor, start: Tensor | None = None) -> dict[Node, Tensor]:
         """Nominal values, each of shape (N, *node.shape): of the source, of what follows it, and of what that reads.
@@ -294,11 +293,8 @@ class Network:
         """
         if start is not None:
             asked = [node for node in self.kept if node.single]
-            return dict(zip(asked, self.replay(self.source, start, asked, {}), strict=True))
-        values = evaluate(self.graph, images, self.kept)
-        if self.graph.input not in self.kept:
-            del values[self.graph.input]
-        return values
+            return dict(zip(asked, self.graph.forward(self.source, start, asked, {}), strict=True))
+        return self.graph.values(images, self.kept)
 
     def remainder(self, v: Node, values: Mapping[Node, Tensor]) -> Remainder:
         """The remainder rule of one operation at nominal values."""

@@ -315,6 +315,6 @@ class NormFinder:
         """
         if explicit or not a.entries * b.entries:
             return None
-        place = self.network.replay.position
+        place = self.network.graph.position
         numbers = [item if isinstance(item, int) else place[item] for item in (a, b, *more)]
         return ledger.draw(kind, *numbers, delta=self._charge)

@@ -82,7 +82,7 @@ class NormPlan:
         self.pairs: list[Pair] = []
         self.unconnected: set[Pair] = set()
         for a, b in dict.fromkeys(requested):
-            if a is not b and network.replay.depends(b, a):
+            if a is not b and network.graph.depends(b, a):
                 self.pairs.append((a, b))
             elif a is not b:
                 self.unconnected.add((a, b))
@@ -124,7 +124,7 @@ class NormPlan:
 
     def _pass_work(self, a: Node, b: Node) -> float:
         """Work of one pass through the operations between two values."""
-        return sum(self._costs[node] for node in self.network.replay.between(a, [b]))
+        return sum(self._costs[node] for node in self.network.graph.between(a, [b]))
 
     def _covered(self) -> frozenset[Pair]:
         network, c = self.network, self.network.stages[0].start

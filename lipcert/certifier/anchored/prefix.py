@@ -41,7 +41,7 @@ from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.errors import UnsupportedOperation
-from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed, run
+from lipcert.graph import Graph, Node, capture, close, cuts, evaluate, examples, needed
 from lipcert.model import Model
 from lipcert.norms import Budget, Ledger
 from lipcert.numerics import INFLATE, SAFETY, computed_l2_norm
@@ -251,8 +251,8 @@ def _module_of(cut: Node, graph: Graph, whole: Graph, model: Model) -> Node | No
         return None
     for image in examples(an_image(model)):
         with torch.no_grad():
-            one = run(graph.nodes, {graph.input: image})[cut]
-            other = run(whole.nodes, {whole.input: image})[named[0]]
+            one = evaluate(graph.nodes, {graph.input: image})[cut]
+            other = evaluate(whole.nodes, {whole.input: image})[named[0]]
         if one.shape != other.shape or not close(one, other, 1e-10):
             return None
     return named[0]
@@ -270,7 +270,7 @@ def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
     total = torch.zeros(2, dtype=torch.float64)
     for image in images:
         with torch.enable_grad():
-            values = run(graph.nodes, {graph.input: image.requires_grad_()})
+            values = evaluate(graph.nodes, {graph.input: image.requires_grad_()})
             first, second = values[graph.output].flatten().topk(2).values
             if not values[cut].requires_grad or not first.requires_grad:
                 return 0.0

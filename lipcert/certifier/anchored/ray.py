@@ -53,7 +53,7 @@ class Ray:
         operands = [u for v in at.remainders for u in v.operands]
         targets = dict.fromkeys((*ends, *operands, *map(network.root, operands)))
         source = network.source
-        self.tangents = tangents(network, at.values, [u for u in targets if network.replay.depends(u, source)], unit)
+        self.tangents = tangents(network, at.values, [u for u in targets if network.graph.depends(u, source)], unit)
         self._sizes: dict[tuple[Node, Seminorm | None], Tensor] = {}
         self._index: Tensor | None = None
 
