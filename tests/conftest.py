@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,6 +25,21 @@ sys.path.append(str(Path(__file__).parent))  # for tests/truth.py
 
 # Tests run side by side; a thread each leaves the cores to them.
 torch.set_num_threads(1)
+
+
+settings.register_profile("lipcert")  # no test has a time limit
+settings.load_profile("lipcert")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``thinned(n)``, all cases but every n-th are slow."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        mark, name = item.get_closest_marker("thinned"), item.nodeid.partition("[")[0]
+        if mark is not None and cases[name] % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+        cases[name] += 1
 
 
 @pytest.fixture(autouse=True)

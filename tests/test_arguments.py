@@ -121,6 +121,7 @@ def bounds(setting, named):
     return output.lip, output.magnitude, output.lowest, sorted(node.name for node in analysis.graph.nodes)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("operation", CALLED)
 def test_arguments_by_name_in_another_order_are_the_same(operation):
     first, count, compared = list(_arguments.DRAWS).index(operation), len(_arguments.DRAWS), 0

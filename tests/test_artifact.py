@@ -59,6 +59,7 @@ def refused(path, *expected: str) -> None:
         assert part in message
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("recipe", [None, ("keep", "keep"), ("l2", "keep"), ("l2", "project"), ("keep", "smooth")])
 @pytest.mark.parametrize(
     ("name", "arguments"), [("vit_tiny_patch16_224", TINY), ("swin_tiny_patch4_window7_224", SWIN), ("test_resnet", {})]
@@ -148,7 +149,7 @@ def test_hash_does_not_depend_on_memory_layout():
     assert weights_hash(other) == weights_hash(model)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_changed_byte_is_never_taken(saved, tmp_path_factory, data):
     content = bytearray(saved.read_bytes())
@@ -166,7 +167,7 @@ def test_a_changed_byte_is_never_taken(saved, tmp_path_factory, data):
     assert (model.source, model.recipe, model.input_size) == (original.source, original.recipe, original.input_size)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_refused(saved, tmp_path_factory, share):
     content = saved.read_bytes()

@@ -16,6 +16,7 @@ from lipcert.certifier.anchored.deviations import Linearization
 IMAGES = 6
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("family", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAMILIES])
 def test_no_attack_succeeds_inside_a_radius(family):
     row = campaign.examine(1000 + len(family), IMAGES, family)

@@ -97,6 +97,7 @@ def flips(exact: Callable[[list[Fraction]], Fraction], x: Tensor, radius: float,
     return False
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", HARMED)
 def test_no_exact_network_flips_within_its_radius(name: str, method: str) -> None:
@@ -415,6 +416,7 @@ AFFINE: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", AFFINE)
 def test_sums_have_no_more_terms_than_counted(name: str) -> None:
     """Against the dense matrix: its norm, and the numbers of entries in its rows and columns."""

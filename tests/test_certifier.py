@@ -158,7 +158,7 @@ def test_the_attack_is_able_to_succeed(attack: Any) -> None:
     assert sum(found) >= 8
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.floats(-6, 6))
 def test_random_linear_networks(seed: int, classes: int, exponent: float) -> None:
     model = linear(classes, side=2, seed=seed, scale=10.0**exponent)
@@ -247,6 +247,8 @@ def vit() -> Model:
     )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_deployed_network_is_certified_for_less() -> None:
     model = vit()
     images = torch.rand(2, 3, 8, 8)
@@ -394,6 +396,7 @@ def test_certified_logits_are_those_of_real_arithmetic(pixels: Tensor) -> None:
     assert (model.double()(images) - truth).abs().max() > 1e-6  # the model itself still casts
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_casts_do_not_change_certificates(pixels: Tensor, method: str) -> None:
     with_casts, without = (certify(casting(casts), pixels, eps=0.01, method=method) for casts in (True, False))
@@ -426,6 +429,8 @@ def test_casts_of_a_deployed_network_round(pixels: Tensor, dtype: str) -> None:
     assert torch.isfinite(lost).all() or dtype != "float32"  # the others are too coarse for a bound here
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_linear_attention_that_casts() -> None:
     """EfficientViT has a product in float32 with a ReLU on either side."""
     torch.manual_seed(0)
@@ -451,6 +456,7 @@ def near_kinks() -> Any:
     return Model(net, mean=(0.5,) * 3, std=(1.0,) * 3, input_size=(3, 2, 2)).double()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("dtype", ["real", "float32"])
 @pytest.mark.parametrize("method", ["local", "lofast", "anchored"])
 def test_no_method_returns_less_than_gloro(method: str, dtype: str) -> None:

@@ -29,7 +29,7 @@ from lipcert.certvit._measures import MEASURES, clip_level
 from lipcert.certvit.blockwise import haugazeau
 from lipcert.errors import InputError
 
-few = settings(deadline=None, max_examples=40, derandomize=True)
+few = settings(max_examples=40, derandomize=True)
 seeds = st.integers(0, 2**31)
 sizes = st.integers(1, 7)
 
@@ -581,6 +581,7 @@ def test_a_worker_that_dies_ends_the_run_in_one_line():
         solve_layers([*tasks(1), Task("dead", torch.ones(2, 2), EndsItsWorker())], 1)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("on_stdin", [False, True])
 def test_workers_never_run_the_users_script(tmp_path, on_stdin):
     """A script without a main guard, and one that comes on stdin, as cells of notebooks do."""

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from typer.testing import CliRunner
@@ -121,6 +121,8 @@ def test_help_waits_for_neither_torch_nor_timm(tmp_path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_every_package_can_be_imported_first(tmp_path):
     script = """
         import importlib, pathlib, pkgutil, sys, torch, timm
@@ -149,7 +151,6 @@ def test_eps(text, exact):
     assert Fraction(math.nextafter(eps, 0)) < exact
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**30), st.integers(1, 10**30))
 def test_eps_is_the_next_float_above(numerator, denominator):
     eps = parse_eps(f"{numerator}/{denominator}")
@@ -484,7 +485,6 @@ def test_verdict_names_what_makes_the_bound_vacuous():
     )
 
 
-@settings(deadline=None)
 @given(st.floats(-12, 3.99))
 def test_bounds_are_shown_rounded_up(log10):
     shown = Fraction(_print.upper(log10))
@@ -492,7 +492,6 @@ def test_bounds_are_shown_rounded_up(log10):
     assert shown <= Fraction(10**log10) * Fraction(102, 100)
 
 
-@settings(deadline=None)
 @given(st.floats(4, 1e5))
 def test_large_bounds_are_shown_as_powers_rounded_up(log10):
     shown = _print.upper(log10)
@@ -500,7 +499,6 @@ def test_large_bounds_are_shown_as_powers_rounded_up(log10):
     assert log10 <= float(shown[3:]) <= log10 + 0.1001
 
 
-@settings(deadline=None)
 @given(st.floats(1e-300, 1e300))
 def test_radii_are_shown_rounded_down(radius):
     shown = Fraction(rounded(radius))

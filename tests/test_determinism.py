@@ -54,6 +54,7 @@ def threads():
     torch.set_num_threads(1)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("method", ["gloro", "local", "lofast", "anchored"])
 def test_radii_on_another_number_of_threads(threads, method):
     model = small(nn.ReLU())
@@ -66,6 +67,7 @@ def test_radii_on_another_number_of_threads(threads, method):
     assert torch.equal(found[1].predicted, found[0].predicted)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "activation", [pytest.param(nn.ReLU(), marks=pytest.mark.slow), nn.GELU()], ids=["relu", "gelu"]
 )

@@ -236,6 +236,7 @@ def test_the_device_refuses_what_cuda_refuses(device: torch.device) -> None:
             mixture()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_radii_are_those_of_the_cpu(device: torch.device, method: str) -> None:
     check(layers(), device, method=method)

@@ -81,6 +81,8 @@ def test_the_readme_shows_the_rows_that_are_printed(workplace) -> None:
     assert [line.partition("\t")[0] for line in printed.splitlines()] == [n for n in names if n != "not certified"]
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_notebook_runs(workplace, short_attack) -> None:
     """On two images in place of eight; nothing is installed. What a notebook shows are values of last lines."""
     pytest.importorskip("matplotlib").use("agg")
@@ -140,6 +142,7 @@ def own_methods():
     add_method()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG)) for page in PAGES])
 def test_every_block_runs(page, workplace, short_attack, own_methods):
     if page.endswith("many-machines.md"):
@@ -217,6 +220,8 @@ def test_torchrun_lines_run(workplace):
     assert len(Path("job.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")

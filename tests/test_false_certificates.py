@@ -76,6 +76,7 @@ HEADS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", HEADS)
 def test_head(name):
     forward, size, weight = HEADS[name]
@@ -230,6 +231,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("dtype", ["real", "float32"])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name, dtype):
@@ -371,6 +373,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows(name):
     def forward(x, w):
@@ -491,6 +494,7 @@ ODD = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_arguments(name, check_contract):
     def logits(x):
@@ -530,6 +534,7 @@ class AtKinks(nn.Module):
         return self.h(z.relu()) + self.k(z)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rigor", ["probabilistic", "deterministic"])
 def test_values_next_to_kinks_by_rounding(seed, rigor):
@@ -744,6 +749,7 @@ TURNS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 9), ("float16", 12)])
 def test_a_bias_that_cancels_a_rounded_product(turn, dtype, bits):
@@ -888,6 +894,7 @@ CODE = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", CODE)
 def test_code_of_parts_is_seen(name, monkeypatch):
     net = Attending()
@@ -984,6 +991,7 @@ ATTRIBUTES = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_of_attention(name, alike):

@@ -64,6 +64,7 @@ def goes_on(whole) -> None:
     assert json.loads(Path("r.summary.json").read_text())["complete"] is True
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("space", [0, 1, 700, 2000])
 def test_a_disk_that_fills_up(whole, monkeypatch, space):
     write, left = os.write, [space]
@@ -145,6 +146,7 @@ def test_a_place_that_cannot_be_written(tmp_path, monkeypatch, place):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_user_who_interrupts(whole, monkeypatch, after):
     honest, calls = Certifier.run, []
@@ -182,6 +184,7 @@ def test_a_user_who_interrupts_while_a_row_is_written(whole, monkeypatch):
     goes_on(whole)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
 def test_memory_that_ends_within_a_run(whole, monkeypatch, error):
     """Blocks are halved, and single images that do not fit end the run with what there is."""

@@ -269,7 +269,7 @@ def test_matrices_are_views_of_all_weights() -> None:
         assert not any(p.any() for n, p in model.named_parameters() if p.dim() > 1 and "pos_embed" not in n)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(st.integers(0, 1000), st.sampled_from([0.5, 1.0, 3.0]))
 def test_norms_are_held_part_by_part(seed: int, norm: float) -> None:
     torch.manual_seed(seed)
@@ -390,6 +390,7 @@ def plain_figures(digits, plain) -> tuple[float, float]:
     return gloro_figures(plain, digits)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("loss", GLOBAL)
 def test_losses_with_the_bound_widen_gloro_radii(loss: str, digits, loader, plain_figures) -> None:
     model = lipcert.finetune(vit(), loader, eps=0.2, loss=loss, epochs=2, lr=1e-2)

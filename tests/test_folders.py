@@ -311,7 +311,7 @@ def test_names_that_are_no_utf8(tmp_path):
 NAMES = ("zèbre", "Ångström", "café", "cat", "Zoo", "10", "2", "a b")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(order=st.permutations(NAMES), used=st.sets(st.sampled_from(NAMES), min_size=1), data=st.data())
 def test_classes_are_those_of_the_model_by_name(tmp_path_factory, order, used, data):
     """Whatever their order, whichever are missing, however accents are written; a name that it lacks is refused."""
@@ -343,7 +343,7 @@ def test_the_classes_of_training_are_those_of_the_model_and_of_its_file(tmp_path
     assert any("were a, b, c" in note for note in others.notes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(names=st.lists(st.text("aAb_.é 01290", min_size=1), max_size=8))
 def test_natural_order_is_that_of_timm(names):
     assert natural(names) == sorted(sorted(names), key=natural_key)

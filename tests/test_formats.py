@@ -124,6 +124,7 @@ def converted(text, folder):
     return read_checkpoint(folder / "weights.pth").state
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("archive", [True, False])
 def test_newer_pickle_protocols_are_converted_by_the_command_that_is_named(tmp_path, protocol, archive):
@@ -134,6 +135,8 @@ def test_newer_pickle_protocols_are_converted_by_the_command_that_is_named(tmp_p
     assert torch.equal(converted(text, tmp_path)["fc.weight"], STATE["fc.weight"])
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_what_holds_code_is_converted_by_the_command_that_is_named(tmp_path):
     file = tmp_path / "w.pth"
     net = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))

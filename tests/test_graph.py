@@ -500,7 +500,7 @@ def test_functions_that_are_replayed_by_others_are_the_same_functions() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_convolutions_and_their_derivatives_are_those_of_torch(data: st.DataObject) -> None:
     """Replayed in float64, one vector at a time and many at once, whether or not patches fit into memory."""
     two = st.integers(1, 3) | st.tuples(st.integers(1, 3), st.integers(1, 3)) | st.tuples(st.integers(1, 3))

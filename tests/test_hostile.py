@@ -34,7 +34,7 @@ from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
 from lipcert.report import read_runs
 from lipcert.results import ResultFile, read_rows
 
-FUZZ = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def refused(call, *arguments) -> str:

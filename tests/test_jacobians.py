@@ -141,6 +141,7 @@ def test_every_norm_is_above_that_of_the_dense_jacobian(name):
             assert (dense @ direction).norm() <= norms.pairs[a, b].norm[number] * direction.norm()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", BUILT)
 def test_no_attack_gets_inside(name):
     model = built(name)

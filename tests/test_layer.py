@@ -148,6 +148,7 @@ def attacked(net: Model, image: Tensor, several: int = 3) -> list[float]:
     return shares
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nothing_falls_further(name: str) -> None:
     torch.manual_seed(sum(map(ord, name)))
@@ -156,7 +157,7 @@ def test_nothing_falls_further(name: str) -> None:
 
 
 @given(seed=st.integers(0, 10**6), scale=st.floats(0.1, 10.0), name=st.sampled_from(sorted(NETWORKS)))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_random_networks(seed: int, scale: float, name: str) -> None:
     torch.manual_seed(seed)
     attacked(model(NETWORKS[name](), scale), torch.rand(1, *SIZE, dtype=torch.float64), several=1)

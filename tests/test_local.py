@@ -22,7 +22,7 @@ from lipcert.graph import capture, evaluate
 from lipcert.norms import Ledger, verified_norms
 from lipcert.surgery import ClippedMaxMin, ClippedReLU, LayerProject, MaxMin
 
-few = settings(deadline=None, max_examples=40, derandomize=True)
+few = settings(max_examples=40, derandomize=True)
 SIZE = (1, 8, 8)
 
 
@@ -315,6 +315,7 @@ def test_every_form_of_a_masked_norm_bounds_the_dense_truth(
     assert ((lanczos >= exact * (1 - 1e-14)) & (lanczos <= exact * 1.05)).all()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("radius", [1e-3, 0.05, 0.5])
 def test_boxes_and_constants_hold_at_points_of_the_ball(net: Model, radius: float) -> None:
     """Every operation of the network, not the logits alone; images of a batch have balls of their own."""
@@ -336,6 +337,7 @@ def test_boxes_and_constants_hold_at_points_of_the_ball(net: Model, radius: floa
             assert (moved <= state.constant[n] * length * (1 + 1e-9) + 1e-12).all(), node
 
 
+@pytest.mark.thinned(3)
 def test_local_constants_bound_jacobians_and_grow_to_the_global_bound(net: Model) -> None:
     local = Local(net)
     everywhere = local.analysis.bound().value
@@ -364,6 +366,7 @@ def test_local_constants_are_below_the_global_one_where_units_are_constant(name:
     assert (local.bound(images, torch.full((4,), 1e-3)) < 0.9 * local.analysis.bound().value).all()
 
 
+@pytest.mark.thinned(3)
 def test_radii_are_never_below_those_of_gloro_and_stand_at_what_they_say(net: Model) -> None:
     local = Local(net)
     images = torch.rand(5, *SIZE, dtype=torch.float64)
@@ -396,6 +399,7 @@ def test_ties_and_nan_are_not_certified() -> None:
     assert (local.radius(images, torch.tensor([3, 3]), gaps) == 0).all()
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["mlp relu", "mlp clipped maxmin", "conv relu", "tokens"])
 def test_an_image_has_the_same_radius_alone_and_in_a_batch(name: str) -> None:
     net = NETWORKS[name]()
@@ -461,6 +465,7 @@ def trained(net: Model, images: Tensor, labels: Tensor) -> Model:
     return net.eval()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "name",
     ["mlp relu", "mlp clipped", "mlp clipped maxmin", "mlp leaky", "conv relu", "conv overlapping", "conv clipped"],

@@ -81,7 +81,7 @@ def assert_tight(bound, exact, loose):
 # Dense ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 40),
@@ -247,7 +247,7 @@ def test_chunks_give_the_same_bound(monkeypatch):
     assert apart[0] >= top(weight) * (1 - TRUTH)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(size=st.integers(1, 20), identity=st.floats(-3, 3), seed=st.integers(0, 2**16))
 def test_dense_identity(size, identity, seed):
     weight = random_tensor(size, size, seed=seed, dtype=torch.float32)
@@ -336,7 +336,7 @@ def configurations(draw):
     return weight, size, {"stride": per_dimension(st.integers(1, 3)), "dilation": dilation, "groups": groups}, pads
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(configurations())
 def test_conv_norm_is_at_least_the_exact_norm(configuration):
     weight, size, numbers, pads = configuration
@@ -347,7 +347,7 @@ def test_conv_norm_is_at_least_the_exact_norm(configuration):
 
 
 @example(size=(2, 4), kernel=(3, 3), dilation=2, groups=2, channels=1, shift=3, identity=1.0, seed=0)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     size=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
@@ -501,7 +501,7 @@ def test_the_correction_of_coarse_grids_is_attained(monkeypatch, side):
     assert_tight(conv_norm(weight, (600,)), 2.0, 2e-5)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(configuration=configurations(), extra=st.integers(0, 2))
 def test_conv_transpose_norm_is_at_least_the_exact_norm(configuration, extra):
     weight, size, numbers, pads = configuration
@@ -611,7 +611,7 @@ class WorstStart:
         return vectors
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     size=st.integers(2, 60),
     steps=st.integers(1, 48),
@@ -674,7 +674,7 @@ def test_lanczos_covers_products_whose_errors_hide_the_top_vector(error: float, 
     assert bound + lanczos_error() * error >= 1.5
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 90), columns=st.integers(1, 90), seed=st.integers(0, 2**16))
 def test_explicit_norm_is_the_norm_of_the_matrix(rows: int, columns: int, seed: int) -> None:
     maps = random_tensor(3, rows, columns, seed=seed)
@@ -694,7 +694,7 @@ def test_explicit_norm_says_infinity_where_products_are_not_finite() -> None:
     assert 1e-200 <= bound[3] < 1e-100
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 90), columns=st.integers(1, 90), seed=st.integers(0, 2**16))
 def test_bounds_on_row_norms(rows: int, columns: int, seed: int) -> None:
     maps = random_tensor(2, rows, columns, seed=seed)
@@ -713,7 +713,7 @@ def test_bounds_on_row_norms(rows: int, columns: int, seed: int) -> None:
     assert bool((bound <= 2 * longest).all())
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(blocks=st.integers(1, 5), block=st.integers(2, 7), columns=st.integers(1, 30), seed=st.integers(0, 2**16))
 def test_norms_of_blocks_of_rows(blocks: int, block: int, columns: int, seed: int) -> None:
     """Exact where they are written out; else above the largest, by no more than rows and probes explain."""

@@ -57,6 +57,8 @@ def environment():
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     """To the last byte, whether this process certifies a block or a worker."""
     served = []

@@ -127,6 +127,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_radii_hold(name: str) -> None:
     torch.manual_seed(sum(map(ord, name)))
@@ -362,7 +363,7 @@ def test_deterministic_norms_are_deterministic_here_too() -> None:
 
 
 @given(seed=st.integers(0, 10**6), beta=st.floats(0.01, 3.0), scale=st.floats(0.3, 4.0))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 def test_random_networks(seed: int, beta: float, scale: float) -> None:
     torch.manual_seed(seed)
     net = flat(nn.Linear(16, 8), MaxMin(), nn.Linear(8, 6), SmoothMaxMin(beta), nn.Linear(6, 3))

@@ -199,6 +199,8 @@ if __name__ == "__main__":
     work(int(sys.argv[1]), Path(sys.argv[2]))
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_used_again():
     code = """

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given as drawn
-from hypothesis import settings
 from hypothesis import strategies as st
 from rule_attacks import Linearised, against, answers, norms, repeated
 from scipy.optimize import minimize_scalar
@@ -258,6 +257,7 @@ def test_remainder_in_norm(key, index):
         site.check_norm(rho)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_remainder_against_a_direction(key, index):
     site = site_at(key, index)
@@ -283,6 +283,7 @@ def cut_to(most, block=1):
     return cut
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("key", "index"), BLOCKWISE, ids=lambda value: getattr(value, "__name__", str(value)))
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8])
 def test_rules_with_a_bound_on_entries_or_blocks(key, index, share):
@@ -325,6 +326,7 @@ BENT = {"relu", "leaky_relu", "prelu"}
 CONTRACTED = QUADRATIC | RADIAL | BENT | {"softmax", "matmul"}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_remainder_by_contracted_forms(key, index):
     """−⟨g, R⟩ is within what the ‖Mδ‖ of the deviation itself allow, also where ascent makes it large."""
@@ -432,7 +434,6 @@ def test_secants_hold_with_either_slope_next_to_a_kink(offset):
                 assert bool((-(g * rest).sum(1) <= bound + 1e-13).all())
 
 
-@settings(deadline=None)
 @drawn(
     entries=st.lists(st.tuples(*[st.floats(0, 3)] * 3), min_size=1, max_size=6),
     rho=st.floats(0.01, 5),
@@ -462,6 +463,7 @@ def test_rules_declare_their_optional_answers():
     assert {key for key, _ in NAMED if REMAINDERS[key].contracts} == CONTRACTED
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("key", "index"), SUMMED)
 @pytest.mark.parametrize("share", [0.1, 1.0])
 def test_the_total_of_a_remainder_by_weights(key, index, share):
@@ -486,6 +488,7 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
                     assert bool((one <= known * (1 + 1e-9) + slack).all()), (rho, one, known)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("key", "index"), NAMED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_rules_increase_with_rho(key, index):
     site = site_at(key, index)

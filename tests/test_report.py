@@ -125,7 +125,7 @@ def test_an_attack_bounds_from_above(results):
     assert [r.surviving_at(eps) for eps in (0.099, 0.1)] == [5, 3]  # within ε is all that is known
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.floats(0, 2), st.booleans()), min_size=1, max_size=30),
     st.lists(st.floats(0, 2), min_size=1, max_size=8),
@@ -305,7 +305,6 @@ def test_staged_radii_are_not_compared(results):
         assert _figures.curve([r])[0].count("<pattern") > _figures.curve([other])[0].count("<pattern")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(1, 50))
 def test_wilson_intervals(part, whole):
     """Its ends are the shares at which the score test is just not rejected."""

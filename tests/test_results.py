@@ -107,7 +107,6 @@ def test_radii_and_margins_that_json_does_not_know():
     json.dumps(found, allow_nan=False)
 
 
-@settings(deadline=None)
 @given(st.floats(min_value=0, allow_infinity=False))
 def test_a_written_radius_is_the_radius(radius):
     tensor = torch.tensor([radius, radius], dtype=torch.float64)
@@ -177,7 +176,7 @@ def test_a_stopped_run_keeps_its_rows(tmp_path):
     assert [json.loads(line)["index"] for line in path.read_text().splitlines()] == [4, 5]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_half_written_row_is_cut_off(tmp_path_factory, data):
     path = written(tmp_path_factory.mktemp("r") / "r.jsonl", range(3))
@@ -216,7 +215,7 @@ class Named(Images):
         return torch.full((1, 1, 1), ord(self.file(index)) / 255), 1
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(count=st.integers(4, 12), limits=st.tuples(st.integers(2, 12), st.integers(2, 12)), data=st.data())
 def test_rows_stand_whatever_images_are_removed(tmp_path_factory, count, limits, data):
     """Each row that is kept is about the image with its number, and no number is given twice."""

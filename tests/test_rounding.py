@@ -186,9 +186,10 @@ def operand(nominal: Tensor, rho: float) -> Operand:
     return Operand(nominal[None], torch.tensor([rho]).double(), torch.full((1,), math.inf).double())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("fmt", FORMATS, ids=list(DTYPES))
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**20), scale=st.sampled_from([1e-30, 1e-6, 1e-2, 1.0, 30.0]), away=st.booleans())
 def test_no_operation_rounds_more_than_its_bound(name: str, fmt: Format, seed: int, scale: float, away: bool) -> None:
     node = node_of(name)
@@ -202,6 +203,7 @@ def test_no_operation_rounds_more_than_its_bound(name: str, fmt: Format, seed: i
     check_rounding(node, exact, nominal, fmt)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in EXACT])
 @pytest.mark.parametrize("fmt", FORMATS, ids=list(DTYPES))
 def test_bounds_are_of_the_size_of_what_is_seen(name: str, fmt: Format) -> None:
@@ -590,6 +592,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("what", NETWORKS)
 def test_the_linearised_deployed_network_moves_no_more_than_its_bounds(what: str) -> None:
     build, name = NETWORKS[what]
@@ -678,6 +681,7 @@ def weighing(what: str) -> Model:
     return wrapped(Weighing(compute, *(weight.clone() for weight in weights)), (3, 4, 4))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("what", [*COMPUTED, "vit with L2 attention", "swin", "swin with L2 attention"])
 def test_constants_that_the_network_computes(what: str, name: str) -> None:
@@ -784,6 +788,8 @@ def test_what_rounding_takes_from_a_margin_to_first_order() -> None:
         assert lost.max() <= 1e3 * worst.max()
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_the_float32_term_of_the_bundled_model(attack: Callable[..., bool]) -> None:
     """Below 1 % of the radius, and no attack on the float32 network succeeds inside."""
     model = lipcert.load(BUNDLED)

@@ -779,6 +779,7 @@ def check_ranges(analysis: Any) -> None:
                 assert tensor.min() >= value.lowest * (1 - 1e-9), node
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{_name(case)}" for i, case in enumerate(CASES)])
 def test_contract_with_a_matrix_behind(case: tuple[Any, ...], check_contract: Any) -> None:
     """What an operation says of rows, offsets and maps is used by the matrix and the softmax that follow."""
@@ -797,6 +798,7 @@ def laid_out(x: Tensor, order: Sequence[int], step: int | None) -> Tensor:
     return x.as_strided(x.shape, [known if step is None or size > 1 else step for size, known in sides])
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{_name(case)}" for i, case in enumerate(CASES)])
 @sdpa_kernel(SDPBackend.MATH)  # the other forms of attention have no second derivative
 def test_derivatives_in_a_replay_are_those_without_vmap(case: tuple[Any, ...], network: Any) -> None:

@@ -132,6 +132,7 @@ def test_values_that_underflow_take_their_margin(name, unlimited):
         assert found.radius.item() == 0 or found.predicted.item() == 1
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("power", [-550, -400, 400, 500])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1), nn.Hardtanh(-(2.0**600), 2.0**600)])
 def test_layers_at_other_scales(power, activation, unlimited):
@@ -210,6 +211,7 @@ def with_positions(smallest: float, how: str) -> Forward:
     return Forward(forward, weight=numbers(4, 4))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("smallest", [1e-80, 1e-158, 1e-300])
 @pytest.mark.parametrize("how", ["mixes tokens", "scales tokens", "is added to scores"])
 def test_entries_far_below_the_largest_of_their_tensor(smallest, how):
@@ -219,6 +221,7 @@ def test_entries_far_below_the_largest_of_their_tensor(smallest, how):
         assert (found[method] > 0).any()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("bend", [lambda z: z, torch.tanh, torch.relu])
 @pytest.mark.parametrize(("small", "times"), [(1e-40, 3), (1e-80, 2), (1e-158, 1), (1e-158, 3)])
 def test_what_enlarges_small_entries_has_no_radius(bend, small, times):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lipcert.certifier._search import search, search_each, search_least
@@ -75,6 +75,7 @@ def test_far_above_its_guess_a_search_ends_at_a_radius_that_holds():
 
 
 @pytest.mark.parametrize("first", [0.02, 0.8, 30.0])
+@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_the_least_of_many_functions_decides(first, seed):
     """Wherever the search begins, whichever functions are scouts, and where predictions are far off or NaN."""

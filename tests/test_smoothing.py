@@ -128,6 +128,7 @@ def false_ones(images: int, plan: Plan, share: float) -> int:
     return sum(one.chosen == 0 and plan.radius(one.count, one.samples) > plan.eps for one in votes)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("futility", "alpha"), [(0.05, 1e-3), (0.0, 1e-3), (0.0, 0.05)])
 @pytest.mark.parametrize(
     ("eps", "images"), [(EPS, 800), (0.5, 800), pytest.param(EPS, 200_000, marks=pytest.mark.slow)]

@@ -26,6 +26,7 @@ CERTIFY = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no full device here")
 @pytest.mark.parametrize(
     ("redirection", "code"), [(">&- 2>&-", 0), (">/dev/full 2>/dev/full", 2), ("2>/dev/full <&-", 0)]

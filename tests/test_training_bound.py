@@ -134,6 +134,7 @@ def largest_margin(bound: TrainingBound) -> Tensor:
     return bound.margins(torch.arange(3), 3).sum().log()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", [*EXACT, *LOOSE])
 def test_the_estimate_is_near_the_certified_bound_and_below(name: str) -> None:
     bound = settled(model_of({**EXACT, **LOOSE}[name]))
@@ -142,6 +143,7 @@ def test_the_estimate_is_near_the_certified_bound_and_below(name: str) -> None:
     assert certified <= estimate * (1.001 if name in EXACT else 2.5)
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", [*EXACT, *LOOSE])
 def test_the_gradient_is_that_of_the_bound_for_every_parameter(name: str) -> None:
     """Against differences of the value, along each parameter's own gradient and along a random direction."""
@@ -312,6 +314,7 @@ def scaled_linear() -> nn.Module:
     return layer
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("loss", ["emma", "adversarial"])
 @pytest.mark.parametrize("first", [scaled_linear, lambda: SllBlock(16, 8)], ids=["parametrised", "block"])
 def test_sdp_based_lipschitz_layers_train_and_certify(first: Callable[[], nn.Module], loss: Any) -> None:

@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lipcert.numerics import INFINITE, Upper, root_sum_squares
@@ -26,7 +26,6 @@ def just_above(upper: Upper, truth: Fraction) -> None:
     assert truth <= exact(upper) <= truth * (1 + TIGHT)
 
 
-@settings(deadline=None)
 @given(numbers, numbers)
 def test_sum_and_product(a: float, b: float) -> None:
     x, y = Fraction(a), Fraction(b)
@@ -37,13 +36,11 @@ def test_sum_and_product(a: float, b: float) -> None:
     just_above(a * Upper(b), x * y)
 
 
-@settings(deadline=None)
 @given(numbers, positive)
 def test_quotient(a: float, b: float) -> None:
     just_above(Upper(a) / b, Fraction(a) / Fraction(b))
 
 
-@settings(deadline=None)
 @given(numbers)
 def test_square_root(a: float) -> None:
     root = exact(Upper(a).sqrt())
@@ -51,13 +48,11 @@ def test_square_root(a: float) -> None:
     assert root**2 <= Fraction(a) * (1 + TIGHT)
 
 
-@settings(deadline=None)
 @given(numbers, st.integers(0, 6))
 def test_power(a: float, n: int) -> None:
     just_above(Upper(a) ** n, Fraction(a) ** n)
 
 
-@settings(deadline=None)
 @given(numbers)
 def test_of_a_float_and_back(a: float) -> None:
     assert Fraction(a) <= exact(Upper(a)) <= Fraction(a) * (1 + TIGHT)
@@ -65,7 +60,6 @@ def test_of_a_float_and_back(a: float) -> None:
     assert a <= back <= math.nextafter(a, math.inf)
 
 
-@settings(deadline=None)
 @given(positive, chains)
 def test_to_a_float_is_the_next_one(start: float, chain: list[tuple[str, float]]) -> None:
     upper = Upper(start)
@@ -79,7 +73,6 @@ def test_to_a_float_is_the_next_one(start: float, chain: list[tuple[str, float]]
         assert number == 0 or Fraction(math.nextafter(number, 0)) < truth
 
 
-@settings(deadline=None)
 @given(positive, chains)
 def test_chains_stay_above_and_tight(start: float, chain: list[tuple[str, float]]) -> None:
     """Without roots, which are not rational, the exact value of a chain is known."""
@@ -93,14 +86,12 @@ def test_chains_stay_above_and_tight(start: float, chain: list[tuple[str, float]
     just_above(upper, truth)
 
 
-@settings(deadline=None)
 @given(st.lists(numbers, max_size=6))
 def test_root_sum_squares(parts: list[float]) -> None:
     truth = sum((Fraction(part) ** 2 for part in parts), Fraction(0))
     assert truth <= exact(root_sum_squares(*parts)) ** 2 <= truth * (1 + TIGHT)
 
 
-@settings(deadline=None)
 @given(numbers, numbers)
 def test_order(a: float, b: float) -> None:
     assert (Upper(a) < Upper(b)) == (exact(Upper(a)) < exact(Upper(b)))

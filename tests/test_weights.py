@@ -170,7 +170,7 @@ def test_what_timms_training_records(tmp_path):
         load(file)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_weights_are_never_matched_by_their_order(tmp_path_factory, data):
     """Names that timm's filter does not know are refused, in the network's order as in any other."""

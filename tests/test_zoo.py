@@ -218,6 +218,7 @@ def test_no_attack_succeeds_inside_the_anchored_radius(name: str, attack: Callab
     assert not attack(model, images.double(), radii * (1 - 1e-9))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [*CERTIFIED.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in CERTIFIED_LARGE.items())],
