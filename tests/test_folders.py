@@ -166,6 +166,8 @@ def test_natural_order_is_said_where_it_is_not_the_sorted_one(tmp_path):
     [
         ("c.json", '{"dog": 7, "cat": 3}'),
         ("c.json", '{"7": "dog", "3": ["cat", "a cat"]}'),
+        ("c.json", '{"dog": "7", "cat": "3", "hound": "7"}'),
+        ("c.json", '{"label2id": {"cat": 3, "dog": 7}}'),
         ("c.txt", "a\nb\nc\ncat\ne\nf\ng\ndog\ni\nj\n"),
         ("c.json", '["a", "b", "c", "cat", "e", "f", "g", "dog", "i", "j"]'),
     ],
@@ -181,7 +183,9 @@ def test_lists_of_classes(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('["cat", "bird"]', "does not name dog"),
+        ('["cat", "Dog"]', "does not name dog (1 of 2 classes), but cat, Dog; "),
+        ('{"0": "cat", "1": "dog", "2": "cat"}', "cat the number 0 and cat the number 2"),
+        ('{"cat": 3, "dog": 1.5}', "no list of classes"),
         ('{"cat": 3, "dog": 10}', "0 to 9"),
         ('{"cat": 3, "dog": "x"}', "no list of classes"),
         ("3", "no list of classes"),
@@ -195,6 +199,8 @@ def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):
     refused(says, "c.json", spec=root, classes=tmp_path / "c.json", loaded=model(10))
     (tmp_path / "c.txt").write_text("cat\ndog\n")
     refused("names 2 classes on 2 lines, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10))
+    (tmp_path / "c.txt").write_text("cat 0\ndog 0\nemu 1\n")
+    refused("cat the number 0 and dog the number 0", spec=root, classes=tmp_path / "c.txt", loaded=model(3))
 
 
 def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):

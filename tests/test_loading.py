@@ -250,6 +250,7 @@ def test_arguments_that_timm_does_not_take():
 
 def test_networks_without_logits():
     fails(InputError, "num_classes", source="test_vit", pretrained=False, num_classes=0)
+    fails(InputError, "num_classes=-1", source="test_vit", pretrained=False, num_classes=-1)
     fails(InputError, "num_classes", source=timm.create_model("test_resnet", num_classes=0))
     fails(InputError, "list", source="test_resnet", pretrained=False, features_only=True)
     conv = nn.Conv2d(3, 4, 3)

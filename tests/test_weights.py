@@ -128,6 +128,17 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
         load(NAME, checkpoint=tmp_path / "w.pth", num_classes=0, features=True)
     says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
     says({"optimizer": {"state": {}}, "epoch": 3}, "no state dict, but the keys optimizer, epoch")
+    says([state], "no state dict, but a list; if they are one of its entries", "[NUMBER]")
+    after_dropout = {key.replace("fc.", "fc.1."): value for key, value in state.items()}
+    says(after_dropout, "its classifier has other layers than the model's: build the network with them in Python")
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module"])
+def test_wrappers_of_a_part_of_the_network(net, tmp_path, wrapper):
+    """As of torch.compile(net.layer1), whose state dict has its name within those of tensors."""
+    state = {key.replace("layer1.", f"layer1.{wrapper}."): value for key, value in net.state_dict().items()}
+    torch.save({"model": state}, tmp_path / "w.pth")
+    assert same(load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN), net)
 
 
 def test_weights_of_another_architecture_than_the_one_that_is_named(net, tmp_path):

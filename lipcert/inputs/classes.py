@@ -81,26 +81,36 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
     A list has one name per line, in the order of the numbers, as timm's class maps; or a name and its number.
     """
     text = _text(Path(path))
-    if Path(path).suffix.lower() == ".json":
-        numbers = _of_json(text, path)
+    mapping = Path(path).suffix.lower() == ".json"  # in which several names may be of one class
+    if mapping:
+        pairs = _of_json(text, path)
     else:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if are_wordnet_ids([line.split()[0] for line in lines]):  # with what they mean after them
             lines = [line.split()[0] for line in lines]
         numbered = [re.fullmatch(r"(\d+)[\s,;:]+(\S.*)|(.*\S)[\s,;:]+(\d+)", line) for line in lines]
         if all(numbered) and not {*map(composed, names)} & {*map(composed, lines)}:
-            numbers = {m[2] or m[3]: int(m[1] or m[4]) for m in numbered if m is not None}
+            pairs = [(m[2] or m[3], int(m[1] or m[4])) for m in numbered if m is not None]
         else:
-            numbers = {name: number for number, name in enumerate(lines)}
-        if len(numbers) != count or len(lines) != count:
+            pairs = [(name, number) for number, name in enumerate(lines)]
+        if len({*lines}) != count or len(lines) != count:
             raise InputError(
-                f"{path} names {len(numbers)} classes on {len(lines)} lines, and the model has {count}; list all"
+                f"{path} names {len({*lines})} classes on {len(lines)} lines, and the model has {count}; write one line "
+                "for each, and nothing else"
             )
-    numbers = {composed(name): number for name, number in numbers.items()}
+    numbers = {composed(name): number for name, number in pairs}
     missing = [name for name in names if composed(name) not in numbers]
     if missing:
-        raise InputError(f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes); add them")
+        raise InputError(
+            f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes), but "
+            f"{listing([*numbers])}; add them, or write them as the folders are called"
+        )
     found = {name: numbers[composed(name)] for name in names}
+    for name, number in found.items():
+        same = [(other, n) for other, n in pairs if composed(other) == composed(name) or (n == number and not mapping)]
+        if len({*same}) > 1:
+            both = " and ".join(f"{shortened(other)} the number {n}" for other, n in same[:2])
+            raise InputError(f"{path} gives {both}; give each class its own name and number")
     beyond = next((name for name, number in found.items() if not 0 <= number < count), None)
     if beyond is not None:
         raise InputError(
@@ -109,17 +119,18 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
     return found
 
 
-def _of_json(text: str, path: str | os.PathLike[str]) -> dict[str, int]:
+def _of_json(text: str, path: str | os.PathLike[str]) -> list[tuple[str, int]]:
     """Names and numbers of a JSON list, or of an object in either direction, as the ``id2label`` of a hub's model."""
     try:
         content = json.loads(text, object_pairs_hook=_once)
-        if isinstance(content, dict) and isinstance(content.get("id2label"), dict):
-            content = content["id2label"]
+        for key in ("id2label", "label2id"):
+            if isinstance(content, dict) and isinstance(content.get(key), dict):
+                content = content[key]
         if isinstance(content, list):
-            return {str(name): number for number, name in enumerate(content)}
-        if all(type(value) is int for value in content.values()):
-            return dict(content)
-        return {str(value[0] if isinstance(value, list) else value): int(key) for key, value in content.items()}
+            return [(str(name), number) for number, name in enumerate(content)]
+        if all(type(value) is int for value in content.values()) or not any(map(_DIGITS.fullmatch, content)):
+            return [(name, int(str(value))) for name, value in content.items()]
+        return [(str(value[0] if isinstance(value, list) else value), int(key)) for key, value in content.items()]
     except (AttributeError, IndexError, ValueError) as error:
         raise InputError(
             f"{path} is no list of classes ({first_line(error)}); give a JSON list of names, or an object of names and "

@@ -182,8 +182,9 @@ def _from_name(
     features: bool,
     new_head: bool,
 ) -> Model:
-    if arguments.get("num_classes") == 0 and not features:
-        raise InputError(f"{name} with num_classes=0 has no logits to certify; give the number of classes")
+    count = arguments.get("num_classes")
+    if isinstance(count, int) and count <= 0 and not features:
+        raise InputError(f"{name} with num_classes={count} has no logits to certify; give the number of classes")
     if checkpoint is None:
         net = create_net(name, pretrained=pretrained, arguments=arguments)
         return _wrap(net, name, name, pixels, arguments, rebuild_recipe(name, arguments), features)

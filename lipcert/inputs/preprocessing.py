@@ -46,7 +46,8 @@ class Preprocessing:
             except (TypeError, ValueError):
                 numbers = ()
             if not numbers or not all(math.isfinite(x) and (x > 0 or name == "mean") for x in numbers):
-                raise InputError(f"{name} takes a number, or numbers with commas between, got {value!r}")
+                kinds = "a number" if name == "mean" else "a positive number"
+                raise InputError(f"{name} takes {kinds}, or several with commas between, got {value!r}")
             object.__setattr__(self, name, numbers)
         check_scale(self.mean, self.std)
         if self.input_size is not None and len(self.input_size) > 2:

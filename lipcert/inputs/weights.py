@@ -67,6 +67,8 @@ _FOREIGN = (
 _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What modules that normalise pixels call their mean and their standard deviation.
 _NORMALISERS = {"mean": "std", "_mean": "_std", "new_mean": "new_std", "mu": "sigma"}
+# Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
+_WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 V = TypeVar("V")
 _PROTOCOL = 2  # of pickle, which torch.save writes unless told otherwise
 
@@ -256,6 +258,9 @@ def load_weights(
             remedy += as_given("num_classes=N", "--model-args num_classes=N")
         elif foreign is not None:
             remedy = foreign
+        elif classifier and {*missing} <= heads:
+            remedy = "its classifier has other layers than the model's: build the network with them in Python, and give "
+            remedy += "lipcert.load the module"
         elif missing and {*missing} <= heads:
             remedy = "it has no classifier; save it without those that are too many, and train one by finetune"
         elif kinds:
@@ -369,9 +374,11 @@ def keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
 
 def _cleaned(state: Mapping[str, V], *paths: Path) -> dict[str, V]:
     """A state dict without the prefixes of torch's wrappers."""
-    cleaned: dict[str, V] = clean_state_dict(dict(state))
+    plain = {key: next(iter(clean_state_dict({_WRAPPED.sub("", key): 0}))) for key in state}
+    cleaned = {plain[key]: value for key, value in state.items()}
     if len(cleaned) < len(state):
-        both = next(key for key in state if key not in cleaned and clean_state_dict({key: 0}).keys() <= state.keys())
+        times = Counter(plain.values())
+        both = next(key for key in state if times[plain[key]] > 1 and plain[key] != key)
         raise LoadError(f"{paths[0]} holds {both} with and without its prefix; save the state_dict of one network")
     return cleaned
 
@@ -505,7 +512,10 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         raise formats.refusal(path, "holds a module, or another Python object, which is never run" + formats.STATE)
     if any(isinstance(value, _Omitted) for value in weights.values()) and not _count(weights):
         raise formats.refusal(path, "holds arrays of NumPy, or other objects, and no tensors" + formats.ARRAYS)
-    raise formats.refusal(path, f"holds no state dict, but {_seen(content)}" + formats.PART)
+    part = formats.PART.replace("under one of its keys", "one of its entries").replace("'KEY'", "NUMBER")
+    raise formats.refusal(
+        path, f"holds no state dict, but {_seen(content)}" + (formats.PART if isinstance(content, Mapping) else part)
+    )
 
 
 def _is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
