@@ -153,7 +153,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     # Before loading: in another rounding mode the model's file would look damaged.
     check_environment(torch.device("cpu"))
     label = source.described
-    loaded = load_model(source, plan.source, denoiser=plan.denoiser)
+    loaded = load_model(source, plan.source, denoiser=plan.denoiser, of_several=plan.several_models)
     random = untrained(loaded.net, plan.source)
     if random:
         label += ", random weights: nothing to certify"

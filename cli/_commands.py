@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import os
 import re
 import sys
 import warnings
@@ -157,11 +158,19 @@ def _joined(args: Sequence[str]) -> list[str]:
     return [*([_PAIRS, " ".join(pairs)] if pairs else []), *others, *rest]
 
 
+# A home folder after an equals sign, or in quotes, which shells leave as it is.
+_HOME = re.compile(r"^(--[\w-]+=)?(~/.*)", re.DOTALL)
+
+
+def _expanded(found: re.Match[str]) -> str:
+    return (found[1] or "") + os.path.expanduser(found[2])
+
+
 class _Command(typer.core.TyperCommand):
     """A command whose help shows options under headings. What is given twice combines, or is refused."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        args = _joined(args)
+        args = [_HOME.sub(_expanded, one) for one in _joined(args)]
         if not ctx.resilient_parsing:
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             one: Any

@@ -96,7 +96,7 @@ def finetune(
         int | None,
         typer.Option(
             help="Hold out this many training images and keep the epoch that is best on them; by default a tenth, at "
-            "most 500; 0: none."
+            "most 500, and none of fewer than 500 images; 0: none."
         ),
     ] = None,
     out: out("Output file: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]

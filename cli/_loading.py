@@ -39,6 +39,7 @@ def load_model(
     features: bool = False,
     denoiser: str | None = None,
     new_head: bool = False,
+    of_several: bool = False,
 ) -> Model:
     """The model of a command on its device; reports which one it is if the user named none."""
     keep_freed()
@@ -62,7 +63,10 @@ def load_model(
             if not str(error).startswith("cannot download"):
                 raise
             reason = str(error).partition(";")[0]
-            raise LoadError(f"{reason}; with a file of its weights: {typed('--checkpoint', 'FILE')}") from error
+            remedy = "certify it alone, with a file of its weights as --checkpoint FILE"
+            if not of_several:
+                remedy = f"with a file of its weights: {typed('--checkpoint', 'FILE')}"
+            raise LoadError(f"{reason}; {remedy}") from error
     if not (asked.no_pretrained or new_head) and untrained(loaded.net, asked):
         say(f"note: the weights are {random_weights(asked.checkpoint is not None)}")
     if denoiser is not None:

@@ -7,11 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from lipcert.errors import InputError, LipcertError
+from lipcert.inputs.files import is_named_data, place_of
 from lipcert.inputs.preprocessing import Preprocessing
 from lipcert.inputs.sources import Source
 
 from ._options import AsJson, Classes, Denoiser, Labels, ModelOptions, Weights, options_of
-from ._print import command, complain, print_facts, print_json, progress, say, start
+from ._print import command, complain, print_facts, print_json, progress, say, start, typed
 
 SAMPLE = 16
 
@@ -54,6 +55,13 @@ def verify(
     from ._loading import load_model, show_data
 
     run = read_run(results)
+    earlier = run.summary["data"]
+    spec = data or str(earlier.get("spec"))
+    if spec != "bundled" and not is_named_data(spec):
+        try:
+            place_of(spec)
+        except InputError as error:
+            raise InputError(f"the images are no longer at {spec}; say where: {typed('--data', 'IMAGES')}") from error
     written = None if entry is None else read_entry(entry, run)
     recorded = Preprocessing.of_summary(run.summary.get("preprocessing") or {})
     try:
@@ -64,8 +72,6 @@ def verify(
         ) from error
     check_model(run, loaded)
     settings = run.settings(attack_of(run))
-    earlier = run.summary["data"]
-    spec = data or str(earlier.get("spec"))
     lists: dict[str, Any] = {"classes": classes or earlier.get("classes"), "labels": labels or earlier.get("labels")}
     images = open_images(None if spec == "bundled" else spec, loaded, **lists)
     show_data(images)

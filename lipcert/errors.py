@@ -138,6 +138,8 @@ def as_given(argument: str, option: str = "") -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message."""
     lines = str(error).strip().splitlines()
+    if lines and isinstance(error, KeyError):
+        return f"no entry {lines[0]}"
     return lines[0].strip() if lines else type(error).__name__
 
 

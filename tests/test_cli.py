@@ -694,6 +694,20 @@ def test_many_models_that_cannot_be_certified(artifact):
     assert "there is no file a.pth" in refused(*command, "a.pth", "b.pth")
 
 
+def test_one_of_many_models_that_cannot_be_downloaded(artifact, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    told = run("certify", "model.safetensors", "resnet18", "--data", "images", "--eps", "0.1", *GLORO, code=2).stderr
+    assert "the model hub is unreachable; certify it alone, with a file of its weights as --checkpoint FILE\n" in told
+
+
+@pytest.mark.parametrize("given", [["--out=~/new/r.jsonl"], ["--out", "~/new/r.jsonl"]])
+def test_a_home_folder_that_the_shell_leaves(artifact, monkeypatch, given):
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    run("certify", "model.safetensors", "--data", "images", "--eps", "0.1", "--limit", "1", *GLORO, *given)
+    assert Path("home/new/r.jsonl").is_file()
+    assert not Path("~").exists()
+
+
 def test_colours_are_left_out_where_they_are_not_wanted(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -247,6 +247,7 @@ def test_labels_of_a_flat_folder(tmp_path, text):
         ("filename,label\nx1.png,1\nx2.png,\n", "no label for 1 of 2"),
         ("filename,label\nx1.png,1\nx2.png,dog\n", "such as 1 and dog"),
         ("filename,label\nx1.png,1\nx2.png,-1\n", "label -1"),
+        ("filename,label\nX1.PNG,1\nX2.PNG,1\n", "such as x1.png; it has those of X1.PNG, X2.PNG"),
     ],
 )
 def test_labels_that_do_not_fit(tmp_path, text, says):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import lipcert
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.processes import Processes
+from lipcert.numerics import worker_pool
 
 EPOCHS = 2
 SETTINGS = {"epochs": EPOCHS, "max_norm": 1.0, "ema": 0.9, "temperature": 0.25}
@@ -219,6 +221,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
     mapped_anew, kept = faults("no"), faults("keep")
     assert mapped_anew - kept > 5 * 2**26 / os.sysconf("SC_PAGE_SIZE")  # five tensors of twenty, at the least
+
+
+def test_warnings_of_workers_are_not_printed(capfd):
+    """The parent does the same work: torch's warnings about speed, which commands leave out, came from workers."""
+    with worker_pool(1) as pool:
+        pool.submit(warnings.warn, "There is a performance drop").result()
+    assert capfd.readouterr().err == ""
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path):

@@ -373,7 +373,7 @@ def test_images_that_are_gone_take_only_their_rows_along(tmp_path, monkeypatch, 
     for file in (first, second, unseen):
         Path("images", file).unlink()
     Path("images").rename("elsewhere")
-    with pytest.warns(UserWarning, match="2 images were removed or changed since"):
+    with pytest.warns(UserWarning, match="removed or changed since: 2 of"):
         run(*command, "--data", "elsewhere", "--limit", "8")
     after = {row["file"]: row for row in map(json.loads, Path("r.jsonl").read_text().splitlines())}
     assert {file: row for file, row in before.items() if file not in (first, second)}.items() <= after.items()
@@ -429,6 +429,25 @@ def test_files_that_are_none(results, damage):
     result = run("verify", "bundled", "r.jsonl", code=2)
     assert result.stderr.startswith(f"lipcert: {DAMAGES[damage]}")
     assert result.stderr.count("\n") == 1
+
+
+def test_other_files_of_a_run(results):
+    """As the shell completes them."""
+    for command in (["verify", "bundled"], ["report"]):
+        told = run(*command, "r.summary.json", code=2).stderr
+        assert told == "lipcert: r.summary.json is the summary of a run; give the file of its rows, r.jsonl\n"
+    folder = Path.cwd().name
+    told = run("verify", "bundled", f"../{folder}", code=2).stderr
+    assert told == f"lipcert: ../{folder} is a folder; give a file of rows in it: r.jsonl\n"
+
+
+def test_images_that_have_moved(results):
+    summary = json.loads(Path("r.summary.json").read_text())
+    summary["data"]["spec"] = "/mnt/before/images"
+    Path("r.summary.json").write_text(json.dumps(summary))
+    told = run("verify", "bundled", "r.jsonl", code=2).stderr
+    assert told.startswith("lipcert: the images are no longer at /mnt/before/images; say where: lipcert ")
+    assert told.endswith(" --data IMAGES\n")
 
 
 def test_images_that_are_not_there(results):

@@ -113,7 +113,7 @@ def _obstacle(path: str, layer: Layer, owners: Mapping[int, list[str]]) -> str:
     if shared:
         return f"it shares its weight with {', '.join(shared)}"
     if not layer.called:
-        return "the network never calls it"
+        return "the network never calls it: it is unused, or another module reads its weight"
     if not _is_plain(layer.module):
         return f"a {type(layer.module).__name__} does more than multiply by its weight"
     return ""

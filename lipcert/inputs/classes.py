@@ -95,8 +95,8 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
             pairs = [(name, number) for number, name in enumerate(lines)]
         if len({*lines}) != count or len(lines) != count:
             raise InputError(
-                f"{path} names {len({*lines})} classes on {len(lines)} lines, and the model has {count}; write one line "
-                "for each, and nothing else"
+                f"{path} names {len({*lines})} classes on {len(lines)} lines, and the model has {count}; give each one "
+                "line, and write nothing else"
             )
     numbers = {composed(name): number for name, number in pairs}
     missing = [name for name in names if composed(name) not in numbers]
@@ -206,8 +206,9 @@ class LabelList:
                 raise InputError(f"{self.path} has one label, of {shortened(key)}, for {files}; give it their paths")
         if missing:
             one = printable(missing[0])
+            remedy = "add them" if keys else f"it has those of {listing([*self.labels])}: write the names of the files"
             raise InputError(
-                f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}; add them"
+                f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}; {remedy}"
             )
         return [self.labels[key] for key in keys]
 

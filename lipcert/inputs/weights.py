@@ -259,8 +259,8 @@ def load_weights(
         elif foreign is not None:
             remedy = foreign
         elif classifier and {*missing} <= heads:
-            remedy = "its classifier has other layers than the model's: build the network with them in Python, and give "
-            remedy += "lipcert.load the module"
+            remedy = "its classifier has other layers than the model's: build the network with them in Python, and "
+            remedy += "give lipcert.load the module"
         elif missing and {*missing} <= heads:
             remedy = "it has no classifier; save it without those that are too many, and train one by finetune"
         elif kinds:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -82,6 +83,7 @@ def _prepare(threads: int) -> None:
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
+    warnings.simplefilter("ignore")  # the parent does the same work, and says what there is to say once
     torch.set_num_threads(threads)
     keep_freed()
 

@@ -217,7 +217,7 @@ def _standing(
     if gone and not few:
         files = sorted(str(row.get("file") or row["index"]) for row in rows if row["index"] in gone)
         warnings.warn(
-            f"{path}: {len(gone)} images were removed or changed since ({', '.join(files[:3])}"
+            f"{path}: removed or changed since: {len(gone)} of {len(rows)} images ({', '.join(files[:3])}"
             f"{', …' if files[3:] else ''}); their rows are dropped, the others stand",
             stacklevel=2,
         )

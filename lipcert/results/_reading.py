@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lipcert.errors import InputError
 from lipcert.inputs.data import order_of
-from lipcert.inputs.files import ROWS, check_name, printable
+from lipcert.inputs.files import ROWS, check_name, listing, printable
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_logits
 from lipcert.results._statistics import Tally, interval, share
@@ -266,6 +266,9 @@ def summary_path(path: Path) -> Path:
 
 def read_run(path: Path) -> Run:
     """Reads a result file and its summary, without checking rows for contradictions."""
+    if path.is_dir():
+        found = [file.name for file in sorted(path.glob(f"[!.]*{ROWS}"))]
+        raise InputError(f"{path} is a folder; give a file of rows in it{f': {listing(found)}' if found else ''}")
     if not path.is_file():
         raise InputError(f"there is no file {path}; lipcert certify --out {path} writes it")
     run = _read(path, _summary(path))
@@ -418,6 +421,9 @@ _KINDS_OF_MODEL = {"source": dict, "weights_hash": str}
 
 def _summary(path: Path) -> Mapping[str, Any]:
     beside = summary_path(path)
+    if path.name.endswith(summary_path(Path(ROWS)).name):
+        rows = path.name.removesuffix(summary_path(Path(ROWS)).name) + ROWS
+        raise InputError(f"{path} is the summary of a run; give the file of its rows, {path.with_name(rows)}")
     try:
         summary = json.loads(beside.read_text(encoding="utf-8"))
         if not (math.isfinite(summary["eps"]) and summary["eps"] > 0 and isinstance(summary["model"]["recipe"], list)):
