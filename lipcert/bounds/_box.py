@@ -318,10 +318,6 @@ class Walk:
         reach = (reach + self.nominal.errors[node]) * INFLATE
         return torch.minimum(up, reach), torch.minimum(down, reach)
 
-    def replay(self, node: Node, *tensors: Tensor) -> Tensor:
-        """Evaluates the operation at other values of its operands, each of shape (N, *shape)."""
-        return replayed(node, *tensors)
-
     def rounded(self, node: Node, factor: float = 2.0**-48) -> Tensor:
         """A bound on the rounding error of a few operations on each entry."""
         return self.value(node).abs() * factor
@@ -388,12 +384,12 @@ def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     if not all(operand in walk.states for operand in order):
         return unknown(walk, node, *operands)
     states = [walk.states[operand] for operand in order]
-    zero = walk.replay(node, *(torch.zeros_like(x.value) for x in states))
-    up = (walk.replay(node, *(x.up for x in states)) - zero) * INFLATE
-    down = (walk.replay(node, *(x.down for x in states)) - zero) * INFLATE
+    zero = replayed(node, *(torch.zeros_like(x.value) for x in states))
+    up = (replayed(node, *(x.up for x in states)) - zero) * INFLATE
+    down = (replayed(node, *(x.down for x in states)) - zero) * INFLATE
     rounding: Tensor | float = 0.0
     if tagged(node, Tag.SUMS):
-        rounding = walk.replay(node, *(x.value.abs() for x in states)) * (math.prod(order[0].shape) * 2.0**-50)
+        rounding = replayed(node, *(x.value.abs() for x in states)) * (math.prod(order[0].shape) * 2.0**-50)
 
     def side_by_side() -> Tensor:
         return root_sum(*(x.constant for x in states)) * INFLATE
@@ -404,7 +400,7 @@ def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
 
 def monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For an exactly computed, increasing function: the box, and the function's values at both ends."""
-    low, middle, high = walk.replay(node, x.low), walk.value(node), walk.replay(node, x.high)
+    low, middle, high = replayed(node, x.low), walk.value(node), replayed(node, x.high)
     return gap(high, middle), gap(middle, low), low, high
 
 

@@ -34,6 +34,7 @@ from lipcert.bounds import (
     Schur,
     Tag,
     Value,
+    arguments,
     explicit_attention,
     global_value,
     global_values,
@@ -355,7 +356,7 @@ class Evaluated:
         output, shape = self.graph.output, (len(predicted), self.graph.output.shape[-1])
         bounds = math.sqrt(2) * self.errors[output][:, None].expand(shape)
         if tagged(output, Tag.DENSE) and len(output.shape) == 2:
-            weight = output.kwargs["weight"] if "weight" in output.kwargs else output.args[1]
+            weight = arguments(output)["weight"]
             classes, place = predicted.unique(return_inverse=True)
             for y in {*classes.tolist()} - self._distances.keys():
                 self._distances[y] = row_distances(weight.detach().double(), y)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds import Tag, analyze, kept_whole, tagged
+from lipcert.bounds import Tag, analyze, arguments, kept_whole, tagged
 from lipcert.errors import InputError
 from lipcert.graph import Node, capture, needed
 from lipcert.model import Model
@@ -190,14 +190,13 @@ class _Linear:
     """The map v ↦ Wv + b of a captured matrix or convolution."""
 
     def __init__(self, node: Node):
-        names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-        arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        self.weight: Tensor = arguments["weight"]
-        self.bias: Tensor | None = arguments.get("bias")
-        self.inputs = arguments["input"].shape[1:]
+        call = arguments(node)
+        self.weight: Tensor = call["weight"]
+        self.bias: Tensor | None = call.get("bias")
+        self.inputs = call["input"].shape[1:]
         self.geometry: Geometry | None = None
         if tagged(node, Tag.CONVOLVES):
-            given = {key: arguments[key] for key in names[3:] if key in arguments}
+            given = {key: call[key] for key in ("stride", "padding", "dilation", "groups") if key in call}
             self.geometry = Geometry.of(tuple(self.weight.shape[2:]), **given)
 
     def __call__(self, v: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments
+from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._kinks import Kinked, KinkedEntries, kinked
@@ -332,7 +332,7 @@ def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
     if bool((slope < 0).any()):
         return entrywise_box(walk, node, x)
     low, high = x.low, x.high
-    up, down = gap(walk.replay(node, high), walk.value(node)), gap(walk.value(node), walk.replay(node, low))
+    up, down = gap(replayed(node, high), walk.value(node)), gap(walk.value(node), replayed(node, low))
     weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, slope.clamp_min(1)))
     error = torch.maximum(low.abs(), high.abs()) * slope * 2.0**-51
     factors = extended(x, weight, local=True)

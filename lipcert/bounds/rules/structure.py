@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._arguments import arguments
+from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import State, Walk, nonnegative, unknown
 from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, rounding, rule, tag, tagged
 from lipcert.bounds._rounding import Operand, exact, zeros
@@ -245,7 +245,7 @@ def part_box(walk: Walk, node: Node, *operands: State) -> State:
     pick = Node(
         "part", lambda x, *a, **k: split.function(x, *a, **k)[node.args[1]], split.args, split.kwargs, node.path
     )
-    up, down = walk.replay(pick, operands[0].up), walk.replay(pick, operands[0].down)
+    up, down = replayed(pick, operands[0].up), replayed(pick, operands[0].down)
     return walk.result(node, up, down, operands)
 
 
