@@ -122,7 +122,7 @@ class Training:
             self._train(batches)
         stopped = self.model.recipe[-1].get("stopped_after")
         if stopped is not None:
-            say(f"time: stopped after {stopped} of {epochs} epochs; the same command continues")
+            say(f"time: stopped after {stopped} whole epochs of {epochs}; the same command continues")
         if self.validation is not None and self.validation.epoch:
             self.validation.restore()
         with progress("measuring accuracy") as self.update:
@@ -225,7 +225,7 @@ class Training:
         what += f", behind {asked.denoiser}" if asked.denoiser else ""
         on, best_epoch = "training" if validation is None else "training and held-out", []
         if validation is not None and validation.epoch:
-            by = f"; {_MEASURED[self.measured[-1]]}" if self.measured else ""
+            by = f" ({_MEASURED[self.measured[-1]]})" if self.measured else ""
             best_epoch = [("best epoch", f"{validation.epoch}, {validation.best[0]:.1%} of held-out images{by}")]
         split = f", split {images.split}" if images.split else ""
         print_facts(

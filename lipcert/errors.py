@@ -140,7 +140,7 @@ def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if lines and isinstance(error, KeyError):
         return f"no entry {lines[0]}"
-    return lines[0].strip() if lines else type(error).__name__
+    return lines[0].strip().removesuffix(".") if lines else type(error).__name__
 
 
 def shortened(text: str, longest: int = 100) -> str:

@@ -290,7 +290,9 @@ class Model(nn.Module):
             return images
         if not (images.amin() >= -_ROUNDED and images.amax() <= 1 + _ROUNDED):
             hint = "pass pixels before normalisation; timm's create_loader gives them for mean=(0, 0, 0), std=(1, 1, 1)"
-            if images.amin() >= 0 and 2 < images.amax() <= 255:
+            if images.isnan().any():
+                hint = "leave out the images with NaN, or repair them"
+            elif images.amin() >= 0 and 2 < images.amax() <= 255:
                 hint = "divide pixels from 0 to 255 by 255"
             raise InputError(
                 f"images must lie in [0, 1] and hold no NaN, got values from {images.amin():.4g} to "

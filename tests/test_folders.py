@@ -224,6 +224,7 @@ def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):
         "filename,label\nval/x1.png,1\nval/x2.png,0\n",
         "filename,label\nx1.png,dog\nx2.png,cat\n",
         "filename,label\nval\\x1.png,1\nval\\x2.png,0\n",
+        "Class ID,Image-Id\n1,x1\n0,x2\n",
     ],
 )
 def test_labels_of_a_flat_folder(tmp_path, text):

@@ -150,6 +150,7 @@ def test_module_without_pixels_says_what_is_missing():
     fails(InputError, "mean=", "std=", "input_size=", source=nn.Linear(3, 2))
     fails(InputError, "std=", source=nn.Linear(3, 2), mean=(0,), input_size=(1, 1, 3))
     fails(InputError, "num_classes", source=nn.Linear(3, 2), num_classes=3)
+    fails(InputError, "checkpoint is a file, got dict; save", source="test_vit", checkpoint={})
 
 
 @pytest.mark.parametrize("wrong", [{"mean": "0.5"}, {"std": -1}, {"input_size": 32}, {"features": 128}])
@@ -229,7 +230,11 @@ def test_weights_that_are_not_finite(tiny_net, tmp_path, value, kind):
     fails(LoadError, kind, "head.weight", source=tiny_net)
 
 
-def test_unknown_names_suggest_close_ones():
+def test_unknown_names_suggest_close_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.lipcert.safetensors").touch()
+    fails(LoadError, "did you mean mine.lipcert.safetensors", source="mine", pretrained=False)
+    fails(LoadError, "did you mean mine.lipcert.safetensors", source="mine.lipcert", pretrained=False)
     fails(LoadError, "vit_tiny_patch16_224", source="vit_tiny_patch16_22", pretrained=False)
     fails(LoadError, "'xyzzy'", source="xyzzy", pretrained=False)
     fails(LoadError, "resnet18.a1_in1k", source="resnet18.banana", pretrained=False)

@@ -436,6 +436,8 @@ def test_other_files_of_a_run(results):
     for command in (["verify", "bundled"], ["report"]):
         told = run(*command, "r.summary.json", code=2).stderr
         assert told == "lipcert: r.summary.json is the summary of a run; give the file of its rows, r.jsonl\n"
+        Path("r.html").touch()
+        assert "r.html is no file of rows; give one that lipcert" in run(*command, "r.html", code=2).stderr
     folder = Path.cwd().name
     told = run("verify", "bundled", f"../{folder}", code=2).stderr
     assert told == f"lipcert: ../{folder} is a folder; give a file of rows in it: r.jsonl\n"

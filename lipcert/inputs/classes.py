@@ -19,8 +19,9 @@ from lipcert.errors import InputError, first_line, shortened
 from lipcert.inputs.files import listing, printable
 from lipcert.inputs.formats import told
 
-_FILE_COLUMNS = ("filename", "file_name", "file", "path", "image", "image_id", "img", "id", "name")
-_LABEL_COLUMNS = ("label", "labels", "class_id", "class", "target", "category")
+# Names of columns, in which case, spaces and signs do not count.
+_FILE_COLUMNS = ("filename", "file", "path", "filepath", "image", "imageid", "img", "id", "name")
+_LABEL_COLUMNS = ("label", "labels", "classid", "class", "target", "category")
 _DIGITS = re.compile("[0-9]+")
 _WNID = re.compile(r"n\d{8}")
 
@@ -158,8 +159,9 @@ class LabelList:
         sign = said[1] if said else next((sign for sign in "\t;," if sign in text.lstrip().partition("\n")[0]), " ")
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text), delimiter=sign) if any(row)]
         head = [cell.lower() for cell in rows[0]] if rows else []
-        file = next((head.index(name) for name in _FILE_COLUMNS if name in head), None)
-        found = [number for name in _LABEL_COLUMNS for number, other in enumerate(head) if other == name]
+        plain = [re.sub(r"[\W_]", "", cell) for cell in head]
+        file = next((plain.index(name) for name in _FILE_COLUMNS if name in plain), None)
+        found = [number for name in _LABEL_COLUMNS for number, other in enumerate(plain) if other == name]
         label = found[0] if found else None
         self.described = str(path)
         if file is not None and label is not None:

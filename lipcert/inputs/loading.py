@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
+from types import NoneType
 from typing import Any
 
 import timm.data
@@ -142,6 +143,11 @@ def load(
                 f"give the timm name, and the file with {as_given('checkpoint=')}"
             )
         checkpoint, name = name, architecture
+    if not isinstance(checkpoint, (str, os.PathLike, NoneType)):
+        raise InputError(
+            f"checkpoint is a file, got {type(checkpoint).__name__}; save a state_dict as one, or load it into a "
+            "module of yours, and give lipcert.load that"
+        )
     if checkpoint is not None and is_artifact(checkpoint):
         raise InputError(f"{checkpoint} is a lipcert artifact, which is complete: give it as the model, without a name")
     model = _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features, new_head)

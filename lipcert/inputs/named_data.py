@@ -31,7 +31,7 @@ def open_named(spec: str, purpose: Purpose = "certify") -> Any:
     if kind == "torch":
         options |= {"root": os.path.join(torch.hub.get_dir(), "datasets"), "download": True}
         Path(options["root"]).mkdir(parents=True, exist_ok=True)
-        where = f", or put its files into {options['root']}"
+        where = f"put its files into {options['root']}; "
     try:
         with contextlib.redirect_stdout(sys.stderr):  # downloads report on standard output
             if name.lower() == "torch/svhn":  # timm does not open it
@@ -43,7 +43,8 @@ def open_named(spec: str, purpose: Purpose = "certify") -> Any:
         # torchvision tells of the mirrors it tried in a text alone.
         offline = is_network_error(error) or "urlopen error" in str(error)
         reason = "no network, or its server is unreachable" if offline else first_line(error)
-        raise InputError(f"cannot open {spec}: {reason}{where}; a split is named as in {name}:SPLIT") from error
+        where = f"connect, or {where}" if offline and where else "" if "Unknown" in reason else where
+        raise InputError(f"cannot open {spec}: {reason}; {where}a split is named as in {name}:SPLIT") from error
     if not split:
         with contextlib.suppress(AttributeError, TypeError):
             opened.split = chosen

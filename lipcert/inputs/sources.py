@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -129,6 +130,9 @@ def unknown(name: str, names: Iterable[str]) -> str:
     if re.fullmatch(r"-?\d*\.?\d+", name):
         return f"{name} stands where a model is named; several numbers of one option have commas between: 0.5,0.5,0.5"
     close = difflib.get_close_matches(name.partition(".")[0], list(names), n=3)
+    with suppress(OSError):  # a file without the end of its name
+        files = [file for file in sorted(os.listdir()) if name.strip() and Path(file).suffix.lower() in WEIGHTS]
+        close = [file for file in files if file.startswith(name)][:1] + close
     similar = f" (did you mean {' or '.join(close)}?)" if close else ""
     return (
         f"timm has no model {shortened(name)!r}{similar}; a file is given by its path, a hub model as hf-hub:OWNER/NAME"

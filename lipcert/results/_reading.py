@@ -424,6 +424,8 @@ def _summary(path: Path) -> Mapping[str, Any]:
     if path.name.endswith(summary_path(Path(ROWS)).name):
         rows = path.name.removesuffix(summary_path(Path(ROWS)).name) + ROWS
         raise InputError(f"{path} is the summary of a run; give the file of its rows, {path.with_name(rows)}")
+    if path.suffix != ROWS:
+        raise InputError(f"{path} is no file of rows; give one that lipcert certify --out wrote, such as r{ROWS}")
     try:
         summary = json.loads(beside.read_text(encoding="utf-8"))
         if not (math.isfinite(summary["eps"]) and summary["eps"] > 0 and isinstance(summary["model"]["recipe"], list)):
