@@ -1,6 +1,8 @@
 """What to do next: the one place where a command, from its outcome, decides what it suggests."""
 
 import math
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +79,8 @@ def advise(status: Status) -> Advice:
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
         if status.rows is None:
-            return Advice(typed("--out", "rows.jsonl"), "it writes rows, which lipcert report and lipcert verify read")
+            rows = os.path.join("" if os.access(".", os.W_OK) else tempfile.gettempdir(), "rows.jsonl")
+            return Advice(typed("--out", rows), "it writes rows, which lipcert report and lipcert verify read")
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if status.random:

@@ -1,5 +1,6 @@
 """The output file of a command that writes a model."""
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -48,4 +49,6 @@ def output(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
+    if not any(os.access(place, os.W_OK) for place in (path.parent, path)):
+        raise InputError(f"cannot write {path}: permission denied; give --out in another folder")
     return path

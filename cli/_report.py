@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from lipcert.errors import InputError
+
 from ._options import AsJson
 from ._print import busy, command, print_facts, print_json, print_table, say, start
 
@@ -20,12 +22,15 @@ def report(
     license: Annotated[str | None, typer.Option(help="Licence of the model for its card, such as apache-2.0.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base model, for the card.")] = None,
     eps: Annotated[
-        list[str] | None, typer.Option(help="Show results at this radius; repeatable. Default: the eps of the runs.")
+        list[str] | None, typer.Option(help="Show results at this radius, or at several. Default: the eps of the runs.")
     ] = None,
     linf: Annotated[bool, typer.Option("--linf", help="Also what holds in the max norm: r/√d, which is weak.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show results: certified accuracy over ε, radii, methods; compares several results."""
+    for option, given in (("--license", license), ("--base-model", base_model)):
+        if given is not None and card is None:
+            raise InputError(f"{option} is for a model card; add --card README.md, or leave it out")
     start(*results)
     from lipcert.report import (
         OVERVIEW,
@@ -42,7 +47,7 @@ def report(
     from lipcert.settings import parse_eps
 
     runs = read_runs(results)
-    named = [(parse_eps(text), text) for text in eps or ()]
+    named = [(parse_eps(text), text) for texts in eps or () for text in texts.split(",")]
     at = radii_of_interest(runs, named)
     for remark in remarks(runs):
         say(f"note: {remark}")

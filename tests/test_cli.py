@@ -423,6 +423,15 @@ def test_convert_overwrites_artifacts_only(artifact):
     assert read_metadata("vit_tiny_patch16_224.lipcert.safetensors")["recipe"][0]["attention"] == "keep"
 
 
+def test_a_folder_in_which_nothing_can_be_written_is_told_before_the_work(artifact, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: not mode & os.W_OK)  # the superuser may write anywhere
+    for command in (["convert"], ["constrain", "--data", "images"], ["finetune", "--data", "images"]):
+        assert "permission denied; give --out in another folder" in refused(*command, "model.safetensors")
+    done = run("certify", "model.safetensors", "--data", "images", "--eps", "1e-6", "--limit", "1", *GLORO)
+    assert "rows are not kept" in done.stderr
+    assert re.search(r"next\t.* --out /\S+/rows\.jsonl\n", done.stdout)
+
+
 def test_convert_refuses_unknown_ways(folder):
     assert "is one of l2, keep" in refused("convert", *BY_NAME, "--attention", "dot")
     assert "is one of keep, project, smooth" in refused("convert", *BY_NAME, "--norm", "layer")

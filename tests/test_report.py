@@ -288,6 +288,8 @@ def test_one_run_on_the_command_line(results):
     assert "certified accuracy at 1/10\t2 of 6 (33.3 %, 95 % CI 9.7–70.0 %)" in out
     assert "accuracy under PGD-ℓ2 at 1/10\t3 of 6 (50.0 %, 95 % CI 18.8–81.2 %), upper bound" in out
     assert "nan" in refused(results(), "--eps", "nan")
+    assert out == run(results(ATTACKED, attack=ATTACK), "--eps", "0.05,1/10").stdout
+    assert "--license is for a model card; add --card" in refused(results(), "--license", "mit")
 
 
 def test_staged_radii_are_not_compared(results):

@@ -254,6 +254,14 @@ def test_code_that_depends_on_gradients_being_wanted_is_refused(name):
         Certifier(loaded(Code(MODES[name])), 0.1)
 
 
+def test_kernels_of_half_precision_that_depend_on_gradients_are_told_as_such():
+    def half(z: Tensor, x: Tensor) -> Tensor:
+        return z + 0.05 * (z.dtype == torch.bfloat16) * torch.is_grad_enabled()
+
+    with pytest.raises(UnsupportedCode, match="or kernels of torch for bfloat16 that do, and not for float32"):
+        Certifier(loaded(Code(half)), 0.1, dtype="bfloat16")
+
+
 def under_autocast(z: Tensor, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return (z[:, :, None] @ z[:, None, :]).sum(2).to(z.dtype)

@@ -17,7 +17,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from lipcert.errors import InputError
+from lipcert.errors import InputError, as_given
 from lipcert.settings._fields import COUNT, FAILURE, POSITIVE, Range, check, documented, option
 from lipcert.settings._methods import LINEARISED, NAMES, SMOOTHING, STAGED, MethodName
 
@@ -149,7 +149,8 @@ class CertifySettings:
         if self.method != SMOOTHING:
             names = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
             if names:
-                raise InputError(f"{', '.join(names)}: for method {SMOOTHING} only; choose it, or leave that out")
+                given = ", ".join(as_given(f"{name}=") for name in names)
+                raise InputError(f"{given} is for method {SMOOTHING} only; choose it, or leave that out")
             return
         if self.rigor != RIGORS[0] or self.attack is not None:
             setting = "an attack" if self.attack is not None else f"rigor {self.rigor}"
