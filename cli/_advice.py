@@ -62,10 +62,12 @@ class Advice(NamedTuple):
         return [("next", self.command), *([("because", self.reason)] if self.reason else []), *others]
 
 
-def random_weights(stored: bool) -> str:
-    """What to do about weights that are random, or stored in a file as if they were."""
-    if stored:
+def random_weights(words: Sequence[str]) -> str:
+    """What to do about weights that are random, or stored as if they were, of the model that these words name."""
+    if "--checkpoint" in words:
         return "untrained, although they come from a file: train them (lipcert finetune), or give another --checkpoint"
+    if os.path.isfile(words[0]):
+        return "random: train them (lipcert finetune), or begin with a model that has trained ones"
     return "random: train them (lipcert finetune), or give trained ones with --checkpoint FILE"
 
 
@@ -84,7 +86,7 @@ def advise(status: Status) -> Advice:
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if status.random:
-        return Advice("", random_weights("--checkpoint" in status.model))
+        return Advice("", random_weights(status.model))
     if status.original and (loose or status.log10 is None):
         taught = ["--teacher", status.original[0]] if len(status.original) == 1 else []
         smoothed = replace(status, model=status.original, original=())

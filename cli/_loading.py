@@ -68,7 +68,7 @@ def load_model(
                 remedy = f"with a file of its weights: {typed('--checkpoint', 'FILE')}"
             raise LoadError(f"{reason}; {remedy}") from error
     if not (asked.no_pretrained or new_head) and untrained(loaded.net, asked):
-        say(f"note: the weights are {random_weights(asked.checkpoint is not None)}")
+        say(f"note: the weights are {random_weights(model_options(source, asked))}")
     if denoiser is not None:
         loaded = Denoised(loaded, _denoiser_of(denoiser) if ":" in denoiser else denoiser, denoiser)
     asked.apply(loaded)

@@ -400,9 +400,11 @@ def test_rows_about_other_models_are_refused(results):
     save(other, "other.safetensors")
     result = run("verify", "other.safetensors", "r.jsonl", code=2)
     assert result.stdout == ""
+    arguments = " ".join(f"{name}={value}" for name, value in load(None).source["arguments"].items())
     assert result.stderr == (
-        "note: the weights are random: train them (lipcert finetune), or give trained ones with --checkpoint FILE\n"
-        "lipcert: r.jsonl holds rows about other weights; give the model that was certified\n"
+        "note: the weights are random: train them (lipcert finetune), or begin with a model that has trained ones\n"
+        "lipcert: r.jsonl holds rows about other weights; give the model that was certified, which was made with "
+        f"{arguments}\n"
     )
 
 

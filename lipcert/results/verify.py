@@ -11,7 +11,7 @@ from typing import Any
 
 from lipcert.attacks import PGD, Attack
 from lipcert.certifier import Certifier
-from lipcert.errors import InputError
+from lipcert.errors import InputError, shortened
 from lipcert.graph import identity_of_code
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
@@ -60,6 +60,10 @@ def check_model(run: Run, model: Model) -> None:
             same = "the model that was certified"
             if denoiser and not isinstance(model, Denoised):
                 same += f", with --denoiser {denoiser}"
+            arguments = (claimed.get("source") or {}).get("arguments") or {}
+            if what == "weights" and arguments != json.loads(json.dumps(model.source.get("arguments") or {})):
+                listed = " ".join(f"{name}={value}" for name, value in arguments.items()) or "no arguments"
+                same += f", which was made with {shortened(listed, 300)}"
             raise InputError(f"{run.path} holds rows about other {what}; give {same}")
 
 
