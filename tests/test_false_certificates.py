@@ -19,7 +19,7 @@ import lipcert
 from lipcert.bounds import Operand, kept_whole, local_error
 from lipcert.certifier import METHODS, Certifier
 from lipcert.errors import LipcertError, UnsupportedOperation
-from lipcert.graph import Graph, alterations, capture
+from lipcert.graph import Graph, alterations, capture, check_torch
 from lipcert.numerics import Upper
 from lipcert.roundoff import Format
 from lipcert.surgery import L2Attention, L2SetAttention, L2WindowAttention, LipLinear, SmoothProject
@@ -952,6 +952,19 @@ def test_functions_of_torch_that_were_replaced_are_refused(monkeypatch):
             patch.setattr(F, "linear", one)
             with pytest.raises(LipcertError, match="linear is replaced by a function of "):
                 lipcert.lipschitz(model)
+    # What has been found to be torch's own before may get other code, or a class that can be called.
+    seen = type("Seen", (), {})()
+    monkeypatch.setattr(torch, "seen", seen, raising=False)
+    assert math.isfinite(lipcert.lipschitz(model).log10)
+    with monkeypatch.context() as patch:
+        patch.setattr(vars(torch.Tensor)["__torch_function__"].__func__, "__code__", (lambda *given: 30).__code__)
+        with pytest.raises(LipcertError, match="__torch_function__ is replaced by a function of "):
+            check_torch()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(seen), "__call__", lambda self, *given: 30 * own(*given), raising=False)
+        patch.setattr(torch, "tanh", seen)
+        with pytest.raises(LipcertError, match="is replaced by a function of "):
+            lipcert.lipschitz(model)
     for key in ("CPU", "AutogradCPU", "CompositeExplicitAutograd"):
         kernels = torch.library.Library("aten", "IMPL")
         kernels.impl("special_i1", lambda x: 30 * x, key)  # hardly anything else uses it

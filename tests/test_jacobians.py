@@ -73,16 +73,19 @@ class Stem(nn.Module):
 
 
 class Narrow(nn.Module):
-    """A value that is read by patches alone, and has more entries than these."""
+    """A value that is read by patches alone, unless ``more`` reads it too, and has more entries than these."""
 
-    def __init__(self, width=6):
+    def __init__(self, width=6, more=None):
         super().__init__()
+        self.more = more or (lambda x: 0.0)
         self.first, self.patches = nn.Conv2d(2, 5, 3, padding=1), nn.Conv2d(5, width, 4, stride=4)
         self.mix, self.head = nn.Linear(4 * width, 12), nn.Linear(12, 3)
 
     def forward(self, x):
-        x = nn.functional.silu(self.patches(self.first(x))).flatten(1)
-        return self.head(nn.functional.gelu(self.mix(x)))
+        x = self.first(x)
+        one = self.more(x)
+        x = nn.functional.silu(self.patches(x)).flatten(1)
+        return self.head(nn.functional.gelu(self.mix(x)) + one)
 
 
 def vit(depth=1):
@@ -103,8 +106,18 @@ BUILT = {
     "two stages": lambda: vit(2),
     "narrow": lambda: lipcert.load(Narrow(), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)),
 }
+BUILT |= {
+    f"read by {how} too": lambda read=read: lipcert.load(
+        Narrow(more=lambda x: 30 * read(x).flatten(1)[:, :12]), mean=(0.5,) * 2, std=(0.5,) * 2, input_size=(2, 8, 8)
+    )
+    for how, read in {
+        "chunk": lambda x: x.chunk(2, 1)[0],
+        "rows": lambda x: x[:, :, 0],
+        "unbind": lambda x: x.unbind(1)[0],
+    }.items()
+}
 # The value that is perturbed, where that is not the image.
-AT = {"narrow": "first"}
+AT = dict.fromkeys(["narrow", *(name for name in BUILT if name.startswith("read"))], "first")
 
 
 def built(name):

@@ -31,8 +31,10 @@ _PLAIN = (Tensor, nn.Parameter)
 _KEYS = {"CPU", "Autograd", "AutogradCPU", "ADInplaceOrView", "BackendSelect"}
 _KEYS |= {"CompositeImplicitAutograd", "CompositeExplicitAutograd"}
 # Packages whose classes make the functions of torch that are not Python's; of these classes, what runs any function.
-_KNOWN: dict[int, tuple[Any, Any]] = {}  # by identity, since not all can be hashed
 _CALLED, _ANY = {"builtins", "torch", "typing"}, (MethodType, torch.jit.ScriptFunction)
+
+# Values in torch's namespaces that were found to be torch's own, by identity, with the function and its code.
+_KNOWN: dict[int, tuple[Any, FunctionType | None, Any]] = {}
 
 
 def alterations(module: nn.Module, registered: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str]]:
@@ -81,7 +83,8 @@ def check_torch() -> None:
                     f"{space.__name__}.{name} is replaced by a function of {source or repr(value)}, so bounds that "
                     "torch computes are not known to hold; undo that, or leave out what does it"
                 )
-            _KNOWN[id(value)] = value, getattr(value, "__code__", None)
+            if function is not None or (callable(value) and _is_native(value)):
+                _KNOWN[id(value)] = value, function, function and function.__code__
     for name in getattr(torch.library, "_impls", ()):  # torch itself registers some for other devices and transforms
         if name.startswith("aten/") and name.rpartition("/")[2] in _KEYS:
             raise InputError(f"{name} is replaced by a kernel in Python, so no bound is known to hold; undo that")
@@ -91,9 +94,9 @@ def check_torch() -> None:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether a value has been checked before, and a function still has its code; others may run another one."""
-    known, code = _KNOWN.get(id(value), (None, None))
-    return known is not None and known is value and (code is None or value.__code__ is code)
+    """Whether a value was found to be torch's own, and runs the same code still."""
+    known, function, code = _KNOWN.get(id(value), (None, None, None))
+    return known is not None and known is value and (function is None or function.__code__ is code)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -137,9 +140,13 @@ def _function(value: Any) -> FunctionType | None:
 
 def _calls_python(value: Any) -> bool:
     """Whether calling a value may run any code: a partial, a bound method, the ``apply`` of an autograd Function."""
-    known = type(value).__module__.partition(".")[0] in _CALLED and not isinstance(value, _ANY)
     bound = isinstance(getattr(value, "__self__", None), type)
-    return callable(value) and not isinstance(value, type) and (bound or not known)
+    return callable(value) and not isinstance(value, type) and (bound or not _is_native(value))
+
+
+def _is_native(value: Any) -> bool:
+    """Whether a value is of a class of torch or Python that runs no function of a user."""
+    return type(value).__module__.partition(".")[0] in _CALLED and not isinstance(value, _ANY)
 
 
 def _is_code(value: Any) -> bool:

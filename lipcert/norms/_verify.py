@@ -142,7 +142,7 @@ def verified_norms(matrices: Tensor) -> Tensor:
     Let G be the computed Gram matrix and t just above an estimate of its largest eigenvalue. Then
     ‖M‖² ≤ t·b + ‖MMᵀ − G‖_F, where b bounds the largest eigenvalue of G/t by a Cholesky factor and its residual (see
     the module docstring). So the bound does not rely on the estimate. Dividing by t moves G/t by at most u‖G/t‖_F. If
-    the factorisation fails, a larger t is tried, and then the bound is ‖M‖_F.
+    the factorisation fails, the bound is ‖M‖_F.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         matrices = matrices.mT
@@ -163,7 +163,7 @@ def _verified(matrices: Tensor) -> Tensor:
     bound = _above(gram, threshold)
     rounding = 1.001 * dot_error(matrices.shape[-1]) * squares
     bounds = torch.minimum(bound + rounding, squares).sqrt() * scale * (1 + 2.0**-48)
-    return torch.where(finite, bounds, torch.inf)
+    return torch.where(finite & ~bounds.isnan(), bounds, torch.inf)
 
 
 def _above(gram: Tensor, threshold: Tensor) -> Tensor:

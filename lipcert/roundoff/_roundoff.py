@@ -119,7 +119,8 @@ class Gains:
         readers[graph.output] += 1
         residuals = {}
         for node in graph.nodes:
-            if not tagged(node, Tag.ADDS) or len(node.operands) != 2 or node.kwargs.get("alpha", 1) != 1:
+            adds = tagged(node, Tag.ADDS) and not tagged(node, Tag.SUBTRACTS)
+            if not adds or len(node.operands) != 2 or node.kwargs.get("alpha", 1) != 1:
                 continue
             for u, w in (node.operands, node.operands[::-1]):
                 of_u = self.values[node].base is self.values[w].base is self.values[u]

@@ -148,7 +148,8 @@ class Narrowing(NamedTuple):
     def of(cls, network: Network) -> Narrowing | None:
         """That of the source; None if there is none."""
         source = network.source
-        readers = [node for node in network.chains.links if source in node.operands]
+        after = network.graph.between(source, [network.graph.output])  # those of tuples too
+        readers = [node for node in after if source in node.operands]
         if len(readers) != 1 or not tagged(readers[0], Tag.CONVOLVES) or readers[0].entries >= source.entries:
             return None
         (node,), call = readers, arguments(readers[0])
