@@ -157,8 +157,8 @@ def _journeys() -> list[str]:
         for step in journey["steps"]
     ]
     text = (
-        "With default names, from an empty folder; each command that is advised was run, on few images. Wall seconds "
-        "of one run, on two cores that other jobs shared.\n"
+        "With default names, from an empty folder, on few images: `convert` and each command that it leads to by "
+        "advice, then the others in turn. Wall seconds of one run, on two cores that other jobs shared.\n"
     )
     return [section("From a name to a card", ["network", "command", "s", "last line"], rows, text)]
 

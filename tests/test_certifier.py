@@ -248,7 +248,6 @@ def vit() -> Model:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_deployed_network_is_certified_for_less() -> None:
     model = vit()
     images = torch.rand(2, 3, 8, 8)
@@ -429,7 +428,6 @@ def test_casts_of_a_deployed_network_round(pixels: Tensor, dtype: str) -> None:
     assert torch.isfinite(lost).all() or dtype != "float32"  # the others are too coarse for a bound here
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_linear_attention_that_casts() -> None:
     """EfficientViT has a product in float32 with a ReLU on either side."""

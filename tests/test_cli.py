@@ -122,7 +122,6 @@ def test_help_waits_for_neither_torch_nor_timm(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_every_package_can_be_imported_first(tmp_path):
     script = """
         import importlib, pathlib, pkgutil, sys, torch, timm

@@ -82,7 +82,6 @@ def test_the_readme_shows_the_rows_that_are_printed(workplace) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_notebook_runs(workplace, short_attack) -> None:
     """On two images in place of eight; nothing is installed. What a notebook shows are values of last lines."""
     pytest.importorskip("matplotlib").use("agg")
@@ -220,7 +219,6 @@ def test_torchrun_lines_run(workplace):
     assert len(Path("job.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("material")

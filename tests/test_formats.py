@@ -136,7 +136,6 @@ def test_newer_pickle_protocols_are_converted_by_the_command_that_is_named(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_what_holds_code_is_converted_by_the_command_that_is_named(tmp_path):
     file = tmp_path / "w.pth"
     net = nn.Sequential(nn.Flatten(), nn.Linear(3, 2))

@@ -193,7 +193,7 @@ def test_only_narrow_patches_that_are_disjoint_stand_for_what_they_read(other):
     assert Anchored(model, at="first").finder.jacobians.narrow is None
 
 
-@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 5), st.integers(-300, 300), st.integers(0, 10**6))
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 5), st.integers(-290, 300), st.integers(0, 10**6))
 def test_a_factor_is_at_least_the_matrix_in_every_direction(rows, columns, rank, scale, seed):
     left, right = seeded(rows, max(rank, 1), seed=seed), seeded(max(rank, 1), columns, seed=seed + 1)
     matrix = (left @ right if rank else left @ right * 0) * 10.0**scale

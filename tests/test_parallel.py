@@ -58,7 +58,6 @@ def environment():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     """To the last byte, whether this process certifies a block or a worker."""
     served = []

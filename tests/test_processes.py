@@ -202,7 +202,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_freed_memory_is_used_again():
     code = """

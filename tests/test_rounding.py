@@ -789,7 +789,6 @@ def test_what_rounding_takes_from_a_margin_to_first_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_float32_term_of_the_bundled_model(attack: Callable[..., bool]) -> None:
     """Below 1 % of the radius, and no attack on the float32 network succeeds inside."""
     model = lipcert.load(BUNDLED)

@@ -151,7 +151,6 @@ def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("real", marks=pytest.mark.slow), "float32"])
 def test_a_run_in_parts_gives_what_one_run_gives(eager, dtype):
     """What is left of a stopped run, and each shard, go to a process of their own: with a certifier of their own."""

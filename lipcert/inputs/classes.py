@@ -107,10 +107,16 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
             f"{listing([*numbers])}; add them, or write them as the folders are called"
         )
     found = {name: numbers[composed(name)] for name in names}
+    sharing: dict[str | int, list[tuple[str, int]]] = {}  # what is said of a name, and of a number
+    for pair in pairs:
+        sharing.setdefault(composed(pair[0]), []).append(pair)
+        if not mapping:
+            sharing.setdefault(pair[1], []).append(pair)
     for name, number in found.items():
-        same = [(other, n) for other, n in pairs if composed(other) == composed(name) or (n == number and not mapping)]
-        if len({*same}) > 1:
-            both = " and ".join(f"{shortened(other)} the number {n}" for other, n in same[:2])
+        same = {*sharing[composed(name)], *sharing.get(number, ())}
+        if len(same) > 1:
+            first = sorted(same, key=pairs.index)[:2]
+            both = " and ".join(f"{shortened(other)} the number {n}" for other, n in first)
             raise InputError(f"{path} gives {both}; give each class its own name and number")
     beyond = next((name for name, number in found.items() if not 0 <= number < count), None)
     if beyond is not None:

@@ -179,9 +179,10 @@ def factor(matrix: Tensor) -> Tensor | None:
     L·Lᵀ − M·Mᵀ = s·I + (H − G − s·I) − R − (M·Mᵀ − G) is positive semidefinite if s is at least the sum of the norms of
     the last three terms, which is bounded here: by u‖H‖_F, by the computed R and the rounding of L·Lᵀ and of the
     difference, and by dot_error(m)‖M‖_F². Then ‖L‖² ≤ ‖M‖² + 2s, and ‖M‖² ≥ ‖M‖_F²/n for n rows.
+    Entries of L that underflow when it is scaled back move L·Lᵀ by less than what 1.001 leaves above 2⁻¹⁰⁰⁰.
     """
     (rows, columns), (scaled, scale) = matrix.shape, normalise(matrix)
-    if not scale:
+    if scale < 2.0**-1000:
         return None
     squares, unit = sum_squares(scaled[None])[0], torch.eye(rows, dtype=torch.float64, device=matrix.device)
     gram = scaled @ scaled.mT

@@ -204,9 +204,10 @@ class Jacobians:
                 "use rigor='probabilistic'"
             )
 
-    def _entry(self, a: Node) -> Node:
-        """The value that is perturbed in place of a."""
-        return a if self.narrow is None or a is not self.network.source else self.narrow.node
+    def _entry(self, a: Node, path: Sequence[Node] | None = None) -> Node:
+        """The value that is perturbed in place of a; a itself on a path of its own."""
+        narrow = self.narrow if a is self.network.source and path is None else None
+        return a if narrow is None else narrow.node
 
     def explicit(self, a: Node, rows: int) -> bool:
         """Whether the norm of a G(a → b) with this many rows is computed from its entries, without start vectors."""
@@ -239,11 +240,11 @@ class Jacobians:
         If b does not depend on a, for instance because the value is overwritten, then Gᵀw does not depend on w for
         autograd. A derivative that was detached looks the same. So G = 0 is checked on a random w.
         """
-        start = a if path is not None else self._entry(a)
-        nominal = values[start].detach()
-        source = nominal.clone().requires_grad_() if start is a else torch.zeros_like(nominal, requires_grad=True)
+        start = self._entry(a, path)
+        narrow, nominal = None if start is a else self.narrow, values[start].detach()
+        source = nominal.requires_grad_() if narrow is None else torch.zeros_like(nominal, requires_grad=True)
         with torch.enable_grad():
-            entered = source if start is a or self.narrow is None else nominal + self.narrow(source)
+            entered = source if narrow is None else nominal + narrow(source)
             (target,) = self.network.graph.forward(start, entered, [b], values, path)
             target = target if form is None else form(target)
             weight = torch.zeros_like(target, requires_grad=True)
@@ -283,7 +284,7 @@ class Jacobians:
         path: Sequence[Node] | None = None,
     ) -> Tensor:
         """Upper bounds on ‖M G(a → b)‖, shape (N,), before rounding errors are added; in full without a ``draw``."""
-        images, rows, columns = len(values[a]), rows_of(b, values, form), self._entry(a).entries
+        images, rows, columns = len(values[a]), rows_of(b, values, form), self._entry(a, path).entries
         if not rows * columns:  # such as the tokens of a class where there are none
             return values[a].new_zeros(images, dtype=torch.float64)
         together = max(1, _MOST // (rows * columns)) if draw is None else images
@@ -308,7 +309,7 @@ class Jacobians:
         form: Form | None,
         path: Sequence[Node] | None,
     ) -> Tensor:
-        images, device, start = len(values[a]), values[a].device, a if path is not None else self._entry(a)
+        images, device, start = len(values[a]), values[a].device, self._entry(a, path)
         inside, columns = self.network.graph.between(start, [b]) if path is None else path, start.entries
         size = min(rows, columns)
         copies = start_vectors(draw.delta, size)[0] if sum(math.prod(node.shape) for node in inside) <= _COPIED else 1
