@@ -43,9 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path, monkeypatch):
-    """Commands write into the working folder."""
+def _own_process(tmp_path, monkeypatch):
+    """Commands write into the working folder, and what one was told does not hold for the next test."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_print, "imported", [])
+    monkeypatch.setattr(_print, "quiet", False)
 
 
 class Network(nn.Module):
