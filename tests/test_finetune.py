@@ -593,7 +593,7 @@ def test_the_temperature_auto_is_relative_to_margins_within_the_norms(loader) ->
     run = _finetune._Run(model, loader, Processes(0, 1), settings)
     images, labels = loader[0]
     run.done = 0.0
-    run._backward(images, labels, 0.1, 1.0)
+    run._gradient(iter([(images, labels)]), 0.1)
     best = model(images).topk(2, 1).values
     median = (best[:, 0] - best[:, 1]).median().item()
     assert run.temperature == pytest.approx(2 * median)

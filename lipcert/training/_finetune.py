@@ -361,18 +361,23 @@ class _Run:
         return first * (last / first) ** min(self.done / _COOLING, 1.0)
 
     @torch.no_grad()
-    def _median_margin(self, images: Tensor) -> float:
-        """The median margin of a batch, within the limits on norms."""
+    def _margins(self, images: Tensor) -> list[float]:
+        """The margins of a batch, within the limits on norms."""
         if self.hold is not None:
             self.hold()
         best = self.logits(images).topk(2, 1).values
-        return max((best[:, 0] - best[:, 1]).median().item(), 1e-30)
+        return (best[:, 0] - best[:, 1]).tolist()
 
     def _gradient(self, source: Iterator[tuple[Tensor, Tensor]], eps: float) -> _Sums | None:
         """Computes the gradient for the next update; None if no process has another batch."""
         self.optimizer.zero_grad()
-        with self.processes.together(), twice_differentiable():
+        unknown = self.margin is None and isinstance(self.asked.temperature, str)
+        with self.processes.together():
             batches = list(islice(source, self.asked.accumulate))
+            margins = [margin for images, _ in batches if unknown and len(images) for margin in self._margins(images)]
+        if unknown and (margins := sum(self.processes.gather(margins), [])):
+            self.margin = max(torch.tensor(margins).median().item(), 1e-30)
+        with self.processes.together(), twice_differentiable():
             if self.bound is not None:
                 # Even without images, so that all processes have the same estimates.
                 self._within_bounds(self.bound.step)
@@ -388,8 +393,6 @@ class _Run:
     def _backward(self, images: Tensor, labels: Tensor, eps: float, share: float) -> _Sums:
         if not len(labels):
             return _Sums(0.0, 0, 0)
-        if self.margin is None and isinstance(self.asked.temperature, str):
-            self.margin = self._median_margin(images)
         loss, logits = BY_NAME[self.asked.loss](self, images, labels, eps)
         if self.teacher is not None:
             student = logits if logits.requires_grad else self.logits(images)
