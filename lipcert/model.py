@@ -125,6 +125,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 _ALONE = threading.RLock()
+# What torch says of compiled parts, which run uncompiled, and of backward hooks, which no bound depends on.
+_REMARKS = "Using `torch.compile|For backward hooks to be called"
 
 
 class _Direct:
@@ -137,8 +139,9 @@ class _Direct:
 
 @contextmanager
 def _without_others() -> Iterator[None]:
-    """One thread runs, and its networks have no reentrant checkpoints."""
-    with _ALONE:
+    """One thread runs, and its networks have no reentrant checkpoints and run uncompiled."""
+    with _ALONE, torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _REMARKS, UserWarning)
         before = torch.utils.checkpoint.CheckpointFunction
         setattr(torch.utils.checkpoint, "CheckpointFunction", _Direct)  # noqa: B010
         try:

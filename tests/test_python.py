@@ -30,6 +30,7 @@ from lipcert.settings import CertifyOptions, CertifySettings
 from lipcert.settings import _certify as _settings
 
 GLORO = {"eps": "36/255", "method": "gloro"}
+SMOOTHED = {"gloro": {}, "smoothing": {"sigma": 0.1, "samples": 200}}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,19 @@ def test_images_and_labels_in_every_form(model, images, expected) -> None:
 
 def test_models_in_every_form(model, images, expected) -> None:
     assert torch.equal(lipcert.certify(torch.compile(model, backend="eager"), images, **GLORO).radius, expected.radius)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("method", ["gloro", "smoothing"])
+def test_compiled_parts_and_backward_hooks_change_nothing(images, method) -> None:
+    """As they are left by a training script and by a library that explains predictions."""
+    net, pixels = lipcert.load().net, {"mean": 0.3, "std": 0.4, "input_size": (3, 8, 8)}
+    options = {"eps": 0.05, "method": method, **SMOOTHED[method]}
+    expected = lipcert.certify(lipcert.load(net, **pixels), images, **options)
+    net.blocks[0] = torch.compile(net.blocks[0], backend="eager")
+    net.norm.compile(backend="eager")
+    net.head.register_full_backward_hook(lambda _module, before, _after: (0 * before[0],))
+    assert torch.equal(lipcert.certify(lipcert.load(net, **pixels), images, **options).radius, expected.radius)
 
 
 def test_networks_are_loaded_in_inference_mode(images) -> None:
