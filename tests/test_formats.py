@@ -232,6 +232,7 @@ def test_folders(tmp_path):
         ({"model": "a", "teacher": "b"}, "a", "not those under teacher;"),
         ({"state_dict": "a", "ema_state_dict": "b", "meta": {"epoch": 3}}, "a", "mmengine"),
         ({"state_dict": "a", "ema_state_dict": "b"}, "b", "not those under state_dict;"),
+        ({"model": "a", "ema": {"decay": torch.tensor(0.9), "shadow_params": [*STATE.values()]}}, "a", "under ema;"),
     ],
 )
 def test_of_two_sets_of_weights_the_one_that_is_left_out_is_named(tmp_path, content, taken, left):
@@ -243,6 +244,13 @@ def test_of_two_sets_of_weights_the_one_that_is_left_out_is_named(tmp_path, cont
     with pytest.warns(UserWarning, match=left):
         state = read_checkpoint(tmp_path / "w.pth").state
     assert torch.equal(state["fc.weight"], sets[taken]["fc.weight"])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("settings", [{"depth": 1}, {"decay": 0.9, "backup": {}}, {"nested": {"lr": 0.1}}])
+def test_settings_under_the_name_of_weights_are_not_taken_for_them(tmp_path, settings):
+    torch.save({"model": settings, "ema": settings, "weights": STATE}, tmp_path / "w.pth")
+    assert read_checkpoint(tmp_path / "w.pth").state.keys() == STATE.keys()
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])

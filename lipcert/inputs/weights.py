@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import safetensors
 import timm
@@ -162,9 +162,8 @@ def _of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
     options = dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
     named = {**(hyper if isinstance(hyper, Mapping) else {}), **options}
     name = next((one[key] for one in (content, named) for key in _NAMES if _is_architecture(one.get(key))), None)
-    arguments = {key: options[key] for key in ("num_classes", "in_chans") if type(options.get(key)) is int}
-    if type(named.get("num_classes")) is int:
-        arguments["num_classes"] = named["num_classes"]
+    whole = (("num_classes", named), ("in_chans", options))
+    arguments = {key: place[key] for key, place in whole if type(place.get(key)) is int}
     if isinstance(options.get("gp"), str):
         arguments["global_pool"] = options["gp"]
     if isinstance(options.get("model_kwargs"), Mapping):
@@ -189,9 +188,7 @@ def _numbers(value: Any) -> bool:
 
 
 def _is_simple(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_simple, value))
-    return isinstance(value, (bool, int, float, str))
+    return all(map(_is_simple, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
 
 
 def load_weights(
@@ -224,7 +221,7 @@ def load_weights(
     extra = [key for key in found if key not in tensors and key.rpartition(".")[2] not in _ADDED]
     missing = [key for key in tensors if key not in found and not key.endswith("num_batches_tracked")]
     shapes = {key: (tuple(state[found[key]].shape), tuple(tensors[key].shape)) for key in tensors if key in found}
-    other = {key for key, (stored, own) in shapes.items() if stored != own}
+    other = {key: f"{key} is {a} in the file and {b} in the model" for key, (a, b) in shapes.items() if a != b}
     kinds = [
         f"{key} holds {state[found[key]].dtype} and not numbers like the model's {tensors[key].dtype}"
         for key in shapes
@@ -233,16 +230,11 @@ def load_weights(
     ]
     heads = {key for key in other if key.startswith(places) and shapes[key][0][1:] == shapes[key][1][1:]}
     heads |= {key for key in missing if key.startswith(places)}
-    sizes = [
-        f"{key} is {stored} in the file and {own} in the model"
-        for key, (stored, own) in shapes.items()
-        if stored != own
-    ]
-    problems = (_listed("missing", missing), _listed("too many", extra), *sizes[:1], *kinds[:1])
-    reasons = [problem for problem in problems if problem]
+    first = [*other.values()][:1] + kinds[:1]
+    reasons = [*filter(None, (_listed("missing", missing), _listed("too many", extra), *first))]
     if outside and reasons:
         reasons.append(_listed(f"outside {prefix}", outside))
-    only_heads = bool(heads) and heads == other | {*missing} and not (extra or kinds)
+    only_heads = bool(heads) and heads == {*other, *missing} and not (extra or kinds)
     if reasons and not (only_heads and new_head):
         remedy = "give the timm name and arguments it was made with"
         foreign = next((text for names, text in _FOREIGN if any(re.search(names, key) for key in extra)), None)
@@ -476,11 +468,12 @@ def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     """The state dict in a checkpoint; a warning names others beside it, which are not taken."""
-    state = content
+    state: Mapping[Any, Any] = content if isinstance(content, Mapping) else {}
     for _ in range(_NESTED):
-        inner = {key: v for key, v in state.items() if isinstance(v, Mapping) and v} if _is_mapping(state) else {}
+        inner = {key: value for key, value in state.items() if isinstance(value, Mapping) and value}
         swapped = bool({"meta", "message_hub"} & inner.keys()) and {"state_dict", "ema_state_dict"} <= inner.keys()
-        wrapper = "state_dict" if swapped else next((key for key in _WRAPPERS if key in inner), None)
+        keys = [key for key in _WRAPPERS if key in inner]  # of which some may hold settings, or tensors without names
+        wrapper = "state_dict" if swapped else max(keys, key=lambda key: _holds(inner[key]), default=None)
         if wrapper is None:
             break
         state = inner.pop(wrapper)
@@ -492,9 +485,8 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
                 f"{listing(others)}; to have others, save them alone",
                 stacklevel=5,
             )
-    entries = state if _is_mapping(state) else {}
-    weights = {key: value for key, value in entries.items() if isinstance(key, str) and key != "_metadata"}
-    divided = _is_mapping(content) and {"ds_version", "param_shapes"} & content.keys()
+    weights = {key: value for key, value in state.items() if isinstance(key, str) and key != "_metadata"}
+    divided = isinstance(content, Mapping) and {"ds_version", "param_shapes"} & content.keys()
     if divided and any(isinstance(value, Tensor) and not value.numel() for value in weights.values()):
         raise formats.refusal(path, formats.ZERO)
     others = [key for key, value in weights.items() if not isinstance(value, (Tensor, Mapping))]
@@ -518,13 +510,18 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     )
 
 
-def _is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
-    return isinstance(value, Mapping)
-
-
 def _count(value: Mapping[Any, Any]) -> int:
-    """The number of tensors that a mapping holds directly."""
-    return sum(isinstance(one, Tensor) for one in value.values())
+    """The number of tensors that a mapping holds directly, or in lists."""
+    lists = (one if isinstance(one, list) else [one] for one in value.values())
+    return sum(isinstance(one, Tensor) for entries in lists for one in entries)
+
+
+def _holds(value: Mapping[Any, Any], depth: int = _NESTED) -> bool:
+    """Whether a mapping, or one in it, holds tensors that are no single numbers."""
+    return any(
+        _holds(one, depth - 1) if isinstance(one, Mapping) and depth else isinstance(one, Tensor) and one.dim() > 0
+        for one in value.values()
+    )
 
 
 def _seen(content: Any) -> str:
