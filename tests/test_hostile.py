@@ -589,6 +589,13 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
+def tiff(bits: int, black: int) -> bytes:
+    """An 8×8 TIFF of grey values, all bits set, in which ``black`` (1 or 0) is what 0 stands for."""
+    tags = {256: 8, 257: 8, 258: bits, 259: 1, 262: black, 273: 122, 277: 1, 278: 8, 279: 8 * bits}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + entries + bytes(4) + b"\xff" * 8 * bits
+
+
 KINDS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM")
 IMAGES = {
     "nothing": b"",
@@ -606,6 +613,8 @@ IMAGES = {
     "a post": encoded(Image.new("L", (1, 5000)), "PNG"),
     "grey values without a range": encoded(Image.new("F", (8, 8)), "TIFF"),
     "grey values of 32 bits": encoded(Image.new("I", (8, 8)), "TIFF"),
+    "grey values of 12 bits": tiff(12, 1),
+    "grey values from white": tiff(16, 0),
     "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n",
     "SVG": b'<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"/>',
     "PDF": b"%PDF-1.4\n%%EOF\n",
@@ -645,6 +654,10 @@ COLOURS = {
     "16 bits": (encoded(sixteen(0x8080), "PNG"), (128 / 255,) * 3),
     "16 bits, dark": (encoded(sixteen(300), "PNG"), (1 / 255,) * 3),
     "16 bits in a TIFF": (encoded(sixteen(65535), "TIFF"), (1.0,) * 3),
+    "16 bits in a PGM": (b"P5 8 8 65535\n" + b"\x80\x80" * 64, (128 / 255,) * 3),
+    "16 bits in a TIFF by hand": (tiff(16, 1), (1.0,) * 3),
+    "8 bits from white": (tiff(8, 0), (0.0,) * 3),
+    "12 bits in a PGM": (b"P5 8 8 4095\n" + b"\x08\x08" * 64, (128 / 255,) * 3),
     "1 bit": (encoded(Image.new("1", (8, 8), 1), "PNG"), (1.0,) * 3),
     "grey with alpha": (encoded(Image.new("LA", (8, 8), (51, 0)), "PNG"), (0.2,) * 3),
     "animated": (

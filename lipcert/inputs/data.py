@@ -284,7 +284,10 @@ class _Transform:
 
 def _eight_bits(image: Image.Image) -> Image.Image:
     """The image with grey values of 16 bits scaled to 8, where Pillow would cut them off at 255."""
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+    tags = getattr(image, "tag_v2", {})  # of a TIFF, in which Pillow leaves such values as they are stored
+    if image.mode.startswith("I;16") and (tags.get(258, (16,))[0] < 16 or tags.get(262) == 0):
+        raise ValueError("its grey values have 12 bits, or 0 for white; save it with 16 bits and 0 for black")
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return Image.fromarray(((np.asarray(image).astype(np.int64) * 255 + 32767) // 65535).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(f"grey values of mode {image.mode} have no known range; save it with 8 or 16 bits")
