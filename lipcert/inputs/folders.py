@@ -170,13 +170,13 @@ class ImageFiles:
         self.split, files, self.trained = _split_of(files, purpose, split)
         self.files = files = self._unwrapped(files)
         self.samples = natural(files.images)
-        if files.others:
-            named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(files.others.items()))
-            self.notes.append(f"{sum(files.others.values())} files of other formats are left out: {named}")
         if labels is not None:
             self._label_by_list(labels, classes)
         elif self.samples:
             self._label_by_folder(classes)
+        if files.others:
+            named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(files.others.items()))
+            self.notes.append(f"{sum(files.others.values())} files of other formats are left out: {named}")
 
     def _unwrapped(self, files: Files) -> Files:
         """Goes into a single folder that holds all images and is no class."""
