@@ -59,6 +59,7 @@ _FOREIGN = (
         r"\.parametrizations\.|weight_(g|v|orig|mask)$",
         "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving",
     ),
+    (r"(^|[._])reparam", "its branches were fused, as by reparameterize_model; give the weights from before that"),
     (r"(^|\.)encoder\.layers?\.\d+\.|embeddings\.|patch_embeddings", _LIBRARY.format("transformers")),
     (r"encoder\.layers\.encoder_layer_", _LIBRARY.format("torchvision")),
     (r"resblocks\.", _LIBRARY.format("CLIP")),
@@ -69,6 +70,7 @@ _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes 
 _NORMALISERS = {"mean": "std", "_mean": "_std", "new_mean": "new_std", "mu": "sigma"}
 # Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_REALS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))  # of 8 bits are scaled elsewhere
 V = TypeVar("V")
 _PROTOCOL = 2  # of pickle, which torch.save writes unless told otherwise
 
@@ -140,8 +142,7 @@ def _read_parts(index: Path) -> StoredWeights:
         files = {key: index.with_name(os.path.basename(name)) for key, name in places.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise LoadError(f"{index} is no index of the parts of a checkpoint: {first_line(error)}") from error
-    missing = next((file for file in files.values() if not file.is_file()), None)
-    if missing is not None:
+    if missing := next((file for file in files.values() if not file.is_file()), None):
         raise LoadError(f"{index} lists {missing.name}, which is not beside it; download all parts")
     parts = sorted({*files.values()})
     if all(part.suffix == ".safetensors" for part in parts):
@@ -207,7 +208,8 @@ def load_weights(
             raise LoadError(f"{file} {problem}")
     heads_at = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
     places = tuple(f"{place}." for place in ([heads_at] if isinstance(heads_at, str) else heads_at))
-    needed = [key for key in tensors if not key.endswith("num_batches_tracked") and not key.startswith(places)]
+    counted = [key for key in tensors if not key.endswith("num_batches_tracked")]  # that one is not used
+    needed = [key for key in counted if not key.startswith(places)]
     prefix = _prefix(state, needed, file)
     found = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
     outside = [key for key in state if not key.startswith(prefix)]
@@ -219,14 +221,13 @@ def load_weights(
             pixels_of = {key: state[key] for key in outside}
             state, found = {**filtered, **pixels_of}, {key: key for key in filtered}
     extra = [key for key in found if key not in tensors and key.rpartition(".")[2] not in _ADDED]
-    missing = [key for key in tensors if key not in found and not key.endswith("num_batches_tracked")]
+    missing = [key for key in counted if key not in found]
     shapes = {key: (tuple(state[found[key]].shape), tuple(tensors[key].shape)) for key in tensors if key in found}
     other = {key: f"{key} is {a} in the file and {b} in the model" for key, (a, b) in shapes.items() if a != b}
     kinds = [
         f"{key} holds {state[found[key]].dtype} and not numbers like the model's {tensors[key].dtype}"
-        for key in shapes
-        if state[found[key]].is_floating_point() != tensors[key].is_floating_point()
-        or (state[found[key]].dtype.itemsize == 1 and tensors[key].is_floating_point())
+        for key in counted
+        if key in shapes and (state[found[key]].dtype in _REALS) != tensors[key].is_floating_point()
     ]
     heads = {key for key in other if key.startswith(places) and shapes[key][0][1:] == shapes[key][1][1:]}
     heads |= {key for key in missing if key.startswith(places)}
@@ -264,12 +265,9 @@ def load_weights(
                 value.zero_()
             elif key in found:
                 value.copy_(state[found[key]])
-    for key in sorted(heads):
-        if key.endswith("weight"):
-            what = f"is for {shapes[key][0][0]} classes" if key in shapes else "is missing"
-            warnings.warn(
-                f"{file}: {key} {what}, and the model has {len(tensors[key])}: it starts at zero", stacklevel=2
-            )
+    for key in sorted(key for key in heads if key.endswith("weight")):
+        what = f"is for {shapes[key][0][0]} classes" if key in shapes else "is missing"
+        warnings.warn(f"{file}: {key} {what}, and the model has {len(tensors[key])}: it starts at zero", stacklevel=2)
     return _normaliser(state, outside, prefix, file)
 
 
@@ -348,8 +346,7 @@ def _normaliser(
 
 def check_finite(net: nn.Module, origin: str) -> None:
     """Refuses weights that hold NaN or infinity; names the first tensor."""
-    problem = unusable(net)
-    if problem is not None:
+    if (problem := unusable(net)) is not None:
         raise LoadError(f"{origin}: {problem}; a model with such weights cannot be certified")
 
 
@@ -442,8 +439,7 @@ def _torch_load(path: Path, archive: bool) -> Any:
         if protocol > _PROTOCOL:
             what = f"was saved with pickle protocol {protocol}, and torch's safe loader reads {_PROTOCOL}"
             raise formats.refusal(path, what + formats.RESAVE) from error
-        what = "holds Python objects besides tensors, which are never run"
-        raise formats.refusal(path, what + formats.STATE) from error
+        raise formats.refusal(path, "holds Python objects besides tensors, never run" + formats.STATE) from error
     except Exception as error:
         raise LoadError(f"{path} is damaged: {first_line(error)}; download it again") from error
 
