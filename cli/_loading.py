@@ -150,9 +150,9 @@ def show_data(images: Images) -> None:
 
 def show_preprocessing(images: Images, model: Model) -> None:
     """Prints what was inferred about the images, and their preprocessing in one line with remarks on it."""
+    sizes = images.sizes(_SAMPLED)
     show_data(images)
     config = preprocessing(model, files=not images.stored)
-    sizes = images.sizes(_SAMPLED)
     areas = sorted(dict.fromkeys(sizes), key=lambda size: size[0] * size[1])
     ends = areas if len(areas) < 2 else (areas[0], areas[-1])
     size = " to ".join(f"{height}×{width}" for width, height in ends) + (" → " if ends else "")

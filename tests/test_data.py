@@ -176,6 +176,20 @@ def test_grey_and_transparent_images(tmp_path):
     refused(root, "4 channels", loaded=model(size=(4, 8, 8)))
 
 
+@pytest.mark.parametrize(("suffix", "noted"), [("jpg", 1), ("png", 1), ("webp", 1), ("tif", 0)])
+def test_an_orientation_that_is_not_applied_is_noted(tmp_path, suffix, noted):
+    """Pillow applies those of TIFF, and timm none."""
+    exif = Image.Exif()
+    exif[274] = 3  # upside down
+    image = Image.fromarray(np.repeat(np.array([0, 255], dtype=np.uint8), 32).reshape(8, 8))
+    image.save(tmp_path / f"0.{suffix}", exif=exif)
+    image.save(tmp_path / "1.png")
+    images = open_images(tmp_path, model())
+    assert images.sizes(9) == [(8, 8)] * 2
+    assert sum("1 of 2 sampled images have an EXIF orientation" in note for note in images.notes) == noted
+    assert (images[0][0][0, 0, 0] > 0.5) == (not noted)
+
+
 def half(kind: str) -> bytes:
     """The first half of an image file."""
     file = io.BytesIO()

@@ -120,9 +120,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         if self.limit is None or self.limit >= self.total:
             return None
         indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][:count]
-        items = [self._read(index) for index in indices]
-        labels = torch.tensor([label for _, label in items]) if self.labelled else None
-        return Batch(tuple(indices), torch.stack([image for image, _ in items]), labels) if items else None
+        return self._batch(tuple(indices)) if indices else None
 
     def shuffle(self) -> None:
         """Puts the images in the order of a run, so that those that it has seen when it is stopped are a sample."""
@@ -145,9 +143,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """These images one by one, whatever the limit; those that the data set does not have are left out."""
         for index in sorted({*wanted} - {*self.removed}):
             if index < self.total:
-                image, label = self._read(index)
-                labels = None if label is None else torch.tensor([label])
-                yield Batch((index,), image[None], labels, (self.file(index),))
+                yield self._batch((index,))
 
     def _place(self, index: int) -> int:
         """The place of an image among those that the data set has now."""
@@ -175,10 +171,13 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         for count in repeat(size) if isinstance(size, int) else size:
             if not (indices := tuple(islice(wanted, count))):
                 return
-            items = [self._read(index) for index in indices]
-            labels = torch.tensor([label for _, label in items]) if self.labelled else None
-            images = torch.stack([image for image, _ in items])
-            yield Batch(indices, images, labels, tuple(self.file(index) for index in indices))
+            yield self._batch(indices)
+
+    def _batch(self, indices: tuple[int, ...]) -> Batch:
+        """The images at these positions."""
+        images, labels = zip(*map(self._read, indices), strict=True)
+        files = tuple(map(self.file, indices))
+        return Batch(indices, torch.stack(images), torch.tensor(labels) if self.labelled else None, files)
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
         raise NotImplementedError
@@ -412,6 +411,7 @@ class _ReadImages(Images):
 
     def sizes(self, count: int) -> list[tuple[int, int]]:
         sizes: list[tuple[int, int]] = []
+        turned = 0
         if self.reader is None:
             return sizes
         for index in self.order[:: max(1, len(self) // count)][:count]:
@@ -420,6 +420,9 @@ class _ReadImages(Images):
                 file = self.reader[self._place(index)][0]
                 with file, _opened(file) as image:
                     sizes.append(image.size)
+                    turned += image.format != "TIFF" and image.getexif().get(274, 1) != 1  # Pillow turns those of TIFF
+        if turned:
+            self.notes.append(f"{turned} of {len(sizes)} sampled images have an EXIF orientation, unused as in timm")
         return sizes
 
     def _name(self, index: int) -> str:
