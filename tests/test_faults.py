@@ -228,6 +228,17 @@ def test_an_error_that_nobody_expected(whole, monkeypatch):
     goes_on(whole)
 
 
+def test_what_the_system_refuses_anywhere_is_one_line(whole, monkeypatch):
+    """As in a container whose files are all read-only, where torch finds no folder for temporary ones."""
+
+    def refuse(*_):
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(Certifier, "run", refuse)
+    result = run("--out", "r.jsonl", code=2)
+    assert "lipcert: the system refuses: [Errno 2] No usable temporary directory" in result.stderr
+
+
 def test_a_model_that_the_disk_does_not_take(tmp_path, monkeypatch):
     """The artifact that was there stays."""
     tiny = {"img_size": 8, "patch_size": 4, "num_classes": 3, "depth": 1, "embed_dim": 12}
