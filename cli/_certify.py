@@ -1,7 +1,9 @@
 """``lipcert certify``: a certificate for every image of a data set, for one model or several."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,8 @@ import typer
 from lipcert.errors import InputError
 from lipcert.inputs.files import check_rows
 from lipcert.inputs.sources import BUNDLED, Source
-from lipcert.settings import CertifySettings
+from lipcert.settings import LINEARISED, STAGED, CertifySettings
+from lipcert.workers import default_workers, workers_ahead
 
 from ._commands import OUTPUT
 from ._options import (
@@ -33,6 +36,8 @@ from ._print import start
 
 # From this ε on a number of 8-bit steps is meant, seen before the size of the images is known.
 _STEPS = 8
+# Images for which a second process pays.
+_MANY = 20
 
 
 @options_of(settings=CertifySettings, source=ModelOptions)
@@ -96,28 +101,37 @@ def certify(
         )
     if out is not None and not several_models:
         check_rows(out)
-    start(*asked_source.files, classes, labels, data=data)
-    from . import _certifying
+    with workers_ahead(int(_shares(asked[0], limit, workers))) as ahead:
+        start(*asked_source.files, classes, labels, data=data)
+        from . import _certifying
 
-    _certifying.run(
-        Plan(
-            settings=[settings(attack="pgd" if attack else None, sigma=one.sigma) for one in asked],
-            sources=sources,
-            several_models=several_models,
-            source=asked_source,
-            denoiser=denoiser,
-            data=data,
-            lists={"classes": classes, "labels": labels},
-            limit=limit,
-            shard=part,
-            workers=workers,
-            until=until,
-            out=out,
-            keep=not no_out,
-            fail_under=fail_under,
-            as_json=as_json,
+        _certifying.run(
+            Plan(
+                settings=[settings(attack="pgd" if attack else None, sigma=one.sigma) for one in asked],
+                sources=sources,
+                several_models=several_models,
+                source=asked_source,
+                denoiser=denoiser,
+                data=data,
+                lists={"classes": classes, "labels": labels},
+                limit=limit,
+                shard=part,
+                workers=workers,
+                until=until,
+                out=out,
+                keep=not no_out,
+                fail_under=fail_under,
+                as_json=as_json,
+                ahead=ahead,
+            )
         )
-    )
+
+
+def _shares(settings: CertifySettings, limit: int | None, workers: int | None) -> bool:
+    """Whether a second process will probably share the images: torch does not say yet whether there is a GPU."""
+    costly = settings.method == STAGED or settings.method in LINEARISED
+    several = workers > 1 if workers is not None else default_workers() > 1
+    return costly and several and (limit is None or limit >= _MANY) and "WORLD_SIZE" not in os.environ
 
 
 @dataclass(frozen=True)
@@ -139,5 +153,6 @@ class Plan:
     keep: bool  # whether rows go to a file that is named after the model
     fail_under: float | None
     as_json: bool
+    ahead: Sequence[ProcessPoolExecutor]  # workers that have started
     part: int = 0
     parts: int = 1

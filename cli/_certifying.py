@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -35,7 +34,6 @@ from lipcert.results import (
     sigma_choice_of,
     summary,
     summary_path,
-    workers_ahead,
 )
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
@@ -185,11 +183,8 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
         path = out
         if len(plan.settings) > 1:
             path = out and out.with_name(f"{out.stem}.sigma-{settings.sigma:g}{out.suffix}")
-        ahead = workers_ahead(settings, loaded.device, len(images), plan.workers)
-        with as_assumed(loaded.device, settings.rounded_as), ahead as workers:
-            outcome = _certify_with(
-                settings, choice, plan, loaded, images, label, path or stem, processes, workers, status
-            )
+        with as_assumed(loaded.device, settings.rounded_as):
+            outcome = _certify_with(settings, choice, plan, loaded, images, label, path or stem, processes, status)
         if len(plan.settings) > 1:
             outcome = replace(outcome, name=f"{label}, smoothed({settings.sigma:g})")
         outcomes.append(outcome)
@@ -258,7 +253,6 @@ def _certify_with(
     label: str,
     out: Path | str,
     processes: Processes,
-    ahead: Sequence[ProcessPoolExecutor],
     status: Status,
 ) -> _Outcome:
     """Certifies the images; ``out`` is the file for rows, or the start of the names of files to choose one from."""
@@ -304,7 +298,7 @@ def _certify_with(
         certifier.watch = lambda method, within: update(done, total, f"certifying: {method}")
         if file is None:
             started(0)
-            tally = certify_in_memory(certifier, images, counted, plan.workers, plan.until, ahead)
+            tally = certify_in_memory(certifier, images, counted, plan.workers, plan.until, plan.ahead)
         else:
             tally = certify_to_file(
                 certifier,
@@ -318,7 +312,7 @@ def _certify_with(
                 progress=counted,
                 workers=plan.workers,
                 deadline=plan.until,
-                ahead=ahead,
+                ahead=plan.ahead,
             )
     if plan.until < math.inf and plan.parts == 1 and len(tally) < len(images):
         say(f"time: stopped after {len(tally)} of {len(images)} images; the same command continues")

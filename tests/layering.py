@@ -23,7 +23,7 @@ LAYERS = (
     ("numerics",),
 )
 # Modules directly below ``lipcert``, by the unit that they belong to.
-MODULES = {"__main__": "cli", "assets": "inputs", "errors": "numerics"}
+MODULES = {"__main__": "cli", "assets": "inputs", "errors": "numerics", "workers": "numerics"}
 
 
 class Import(NamedTuple):

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,16 +21,16 @@ from typer.testing import CliRunner
 
 import lipcert
 from lipcert.certifier import Certifier, _certifier, _global
-from lipcert.cli import _parse, app
+from lipcert.cli import _certify, _parse, app
 from lipcert.errors import BrokenCertificate, InputError
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, open_images
 from lipcert.inputs.loading import load
 from lipcert.inputs.processes import Processes
-from lipcert.numerics import is_out_of_memory, memory_left, worker_pool
+from lipcert.numerics import is_out_of_memory, memory_left
 from lipcert.results import _parallel
 from lipcert.results.progress import Remaining
-from lipcert.settings import CertifySettings
+from lipcert.workers import worker_pool
 
 EPS = "36/255"
 GLORO = ["--eps", EPS, "--method", "gloro", "--limit", "60"]
@@ -78,7 +79,7 @@ def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
         with worker_pool(*arguments) as pool:
             yield Patient(pool)
 
-    monkeypatch.setattr(_parallel, "worker_pool", patient)
+    monkeypatch.setattr("lipcert.workers.worker_pool", patient)
     monkeypatch.setattr(_parallel, "_WORTH", 0.0)
     for workers in ("1", "2"):
         command = ["certify", "--eps", "36/255", "--limit", "5", "--workers", workers, "--out", f"{workers}.jsonl"]
@@ -90,13 +91,34 @@ def test_rows_do_not_depend_on_the_number_of_workers(folder, monkeypatch):
     assert any(row["method"] == "anchored" for row in two)
 
 
-def test_few_images_start_few_workers_ahead(monkeypatch):
-    monkeypatch.setattr(_parallel, "worker_pool", lambda count: ThreadPoolExecutor(count))
-    monkeypatch.setattr(_parallel, "_processes", lambda *_: 64)
-    for method, images, expected in (("staged", 19, 0), ("staged", 100, 5), ("staged", 10_000, 63), ("gloro", 100, 0)):
-        settings = CertifySettings(0.1, method)
-        with _parallel.workers_ahead(settings, torch.device("cpu"), images, None) as workers:
-            assert len(workers) == expected
+@pytest.mark.parametrize(
+    ("method", "options", "expected"),
+    [
+        ("staged", [], 1),
+        ("staged", ["--limit", "19"], 0),
+        ("staged", ["--workers", "1"], 0),
+        ("gloro", [], 0),
+    ],
+)
+def test_a_worker_starts_while_torch_is_imported(method, options, expected, monkeypatch):
+    started = []
+    monkeypatch.setattr(_certify, "default_workers", lambda: 2)
+    monkeypatch.setattr(_certify, "workers_ahead", lambda count: started.append(count) or contextlib.nullcontext([]))
+    monkeypatch.setattr(_certify, "start", lambda *_, **__: sys.exit(3))
+    run("certify", "--eps", "0.1", "--method", method, *options, code=3)
+    assert started == [expected]
+
+
+def test_workers_start_without_torch():
+    script = """
+        import sys
+        from lipcert.workers import workers_ahead
+        with workers_ahead(1) as (pool,):
+            assert "torch" not in sys.modules
+            print(pool.submit(eval, "'torch' in __import__('sys').modules").result())
+    """
+    found = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert found.stdout == "True\n"
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["workers start after a batch", "workers start at once"])
@@ -113,7 +135,7 @@ def test_whoever_is_free_takes_a_batch_and_they_come_back_in_order(seconds, monk
         time.sleep(0.02)
         return where, _parallel.Seconds(0.02, 0.02)
 
-    monkeypatch.setattr(_parallel, "worker_pool", lambda count, *_: ThreadPoolExecutor(count))
+    monkeypatch.setattr("lipcert.workers.worker_pool", lambda count, *_: ThreadPoolExecutor(count))
     monkeypatch.setattr(_parallel, "_WORTH", 0.02 * 30 / 4)
     monkeypatch.setattr(_parallel, "_identity", lambda *_: ())
     monkeypatch.setattr(_parallel, "_make", lambda given: ())
@@ -278,7 +300,7 @@ def test_a_killed_command_goes_on(folder):
 
 WORKING = """
 import os, signal, sys, time
-from lipcert.numerics import worker_pool
+from lipcert.workers import worker_pool
 from lipcert.results import progress
 
 class Run:

@@ -20,7 +20,7 @@ import lipcert
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.processes import Processes
-from lipcert.numerics import worker_pool
+from lipcert.workers import worker_pool
 
 EPOCHS = 2
 SETTINGS = {"epochs": EPOCHS, "max_norm": 1.0, "ema": 0.9, "temperature": 0.25}
@@ -232,7 +232,7 @@ def test_warnings_of_workers_are_not_printed(capfd):
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     script = """
         import os, time
-        from lipcert.numerics import worker_pool
+        from lipcert.workers import worker_pool
         with worker_pool(1) as pool:
             print(pool.submit(os.getpid).result(), flush=True)
             time.sleep(1e6)

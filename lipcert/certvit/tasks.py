@@ -17,7 +17,7 @@ from lipcert.certvit.moments import Moments
 from lipcert.certvit.solve import Solution, constrain_layer
 from lipcert.errors import InputError
 from lipcert.inputs.processes import Processes
-from lipcert.numerics import worker_pool
+from lipcert.workers import worker_pool
 
 
 @dataclass

@@ -38,4 +38,3 @@ from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_o
 from lipcert.numerics._slack import INFLATE, ROUNDED_ANGLE, ROUNDED_SUM, SAFETY, SMALLEST_NORMAL, UNIT, at_most
 from lipcert.numerics._trees import leaves, mapped
 from lipcert.numerics._upper import INFINITE, Number, Upper, root_sum_squares
-from lipcert.numerics._workers import worker_pool

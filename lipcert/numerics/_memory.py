@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import re
 import sys
 import time
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from lipcert.workers import main_memory_left
 
 # Messages of torch's allocators, which raise RuntimeError on a CPU.
 _MESSAGES = re.compile(r"not enough memory|can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.I)
@@ -33,20 +33,7 @@ def memory_left(device: torch.device) -> float:
     """Bytes available on a device; inf if unknown."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        facts = Path("/proc/meminfo").read_text()
-    except OSError:
-        return math.inf
-    available = re.search(r"MemAvailable:\s+(\d+) kB", facts)
-    return min(1024.0 * int(available[1]) if available else math.inf, _left_in_container())
-
-
-def _left_in_container() -> float:
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return float(limit) - float(used)  # without a limit the file holds "max"
-    except (OSError, ValueError):
-        return math.inf
+    return main_memory_left()
 
 
 def give_back(every: float = 0.0) -> None:

@@ -8,7 +8,6 @@ computes statistics over them. It also certifies whole data sets (:mod:`lipcert.
 from lipcert.results._certify import Result, SmoothedResult, certifier_for, certify
 from lipcert.results._files import ResultFile, free_file, shard_path, shards_of, summary
 from lipcert.results._metric import CertifiedAccuracy
-from lipcert.results._parallel import workers_ahead
 from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_choice_of, summary_path
 from lipcert.results._rows import rows, same_logits
 from lipcert.results._statistics import Tally, interval, share, wilson

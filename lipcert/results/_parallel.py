@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import pickle
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +21,8 @@ from lipcert.errors import BrokenCertificate, InputError
 from lipcert.graph import logits
 from lipcert.inputs.data import Batch
 from lipcert.norms import KNOWN_NORMS
-from lipcert.numerics import Certificates, memory_left, worker_pool
-from lipcert.settings import DETERMINISTIC, SMOOTHING, CertifySettings
+from lipcert.numerics import Certificates
+from lipcert.workers import default_workers, workers_ahead
 
 if TYPE_CHECKING:
     from lipcert.smoothing import Smoothing
@@ -39,16 +37,12 @@ class Seconds(NamedTuple):
 
 Outcome = tuple[Certificates, Seconds]
 
-# Workers are started if the images that remain take this process longer than so many seconds. A batch takes about as
-# long as if it had so many more images.
-_WORTH, _MORE = 15.0, 3
+# Workers are started if the images that remain take this process longer than so many seconds, and one that is ready
+# serves from so many on. A batch takes about as long as if it had so many more images.
+_WORTH, _READY, _MORE = 15.0, 2.0, 3
 # They start before the first image if a method may take more seconds for all images; estimates are up to five times
 # too high.
 _LONG = 60.0
-# Memory of a worker besides that of its images.
-_OF_A_WORKER = 2**29
-# While the certifier is made, at most one worker starts for so many images.
-_MANY = 20
 
 
 def workers_for(certifier: Certifier | Smoothing, asked: int | None) -> int:
@@ -59,38 +53,9 @@ def workers_for(certifier: Certifier | Smoothing, asked: int | None) -> int:
     if not getattr(certifier, "costly", False):
         return 0
     methods: Mapping[str, Method] = getattr(certifier, "methods", {})
-    need = certifier.together * max(method.memory for method in methods.values())
-    return _processes(asked, certifier.model.device, need)
-
-
-def _processes(asked: int | None, device: torch.device, need: float = 0.0) -> int:
-    """As many as asked for; by default one for each core, as far as there is memory for what each of them needs."""
-    if asked is not None or device.type != "cpu":
-        return asked if asked and device.type == "cpu" else 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(cores, int(memory_left(device) / 2 / (need + _OF_A_WORKER)))
-    return count if count > 1 else 0
-
-
-@contextmanager
-def workers_ahead(
-    settings: CertifySettings, device: torch.device, images: int, asked: int | None
-) -> Iterator[list[ProcessPoolExecutor]]:
-    """Workers that import torch while the certifier is made; fewer where there are few images for them."""
-    quick = settings.method == SMOOTHING or settings.method in DETERMINISTIC
-    count = 0 if quick else min(_processes(asked, device) - 1, images // _MANY)
-    with _started(count) as pools:
-        yield pools
-
-
-@contextmanager
-def _started(count: int) -> Iterator[list[ProcessPoolExecutor]]:
-    """Workers with a pool each, so that a task can be given to a certain one."""
-    with ExitStack() as stack:
-        pools = [stack.enter_context(worker_pool(1)) for _ in range(count)]
-        for pool in pools:
-            pool.submit(_import)
-        yield pools
+    if asked is not None or certifier.model.device.type != "cpu":
+        return asked if asked and certifier.model.device.type == "cpu" else 0
+    return default_workers(certifier.together * max(method.memory for method in methods.values()))
 
 
 def certified(
@@ -104,14 +69,15 @@ def certified(
     number of workers, from 1 on.
     """
     slowest = max(method.seconds for method in certifier.methods.values()) if workers > 1 else 0.0
-    shared = left > 1 and left * slowest > _LONG
+    long = shared = left > 1 and left * slowest > _LONG
     while not shared:
         if (batch := next(batches, None)) is None:
             return
         outcome = _timed(certifier, batch, workers > 0)
         yield batch, *outcome
         left -= len(batch)
-        shared = workers > 1 and left * outcome[1].wall / (len(batch) + _MORE) > _WORTH
+        expected = left * outcome[1].wall / (len(batch) + _MORE)
+        long, shared = expected > _WORTH, workers > 1 and expected > (_READY if ahead else _WORTH)
     try:
         given = pickle.dumps((_registering(), certifier.model, certifier.settings, KNOWN_NORMS))
     except Exception:  # code that only this process has, such as hooks
@@ -119,7 +85,7 @@ def certified(
             yield batch, *_timed(certifier, batch, True)
         return
     try:
-        with _started(workers - 1 - len(ahead)) as more:
+        with workers_ahead(workers - 1 - len(ahead) if long else 0) as more:
             yield from _shared(certifier, batches, [*ahead, *more][: workers - 1], given)
     except BrokenProcessPool as error:
         raise InputError("a worker ended early; it may have run out of memory: use fewer --workers, or 0") from error
@@ -217,10 +183,6 @@ def _registering() -> set[str]:
 
 # The certifier of a worker.
 _MADE: list[Any] = []
-
-
-def _import() -> None:
-    """Does nothing, but makes a worker import this module, and torch with it."""
 
 
 def _make(given: bytes) -> tuple[Any, ...]:

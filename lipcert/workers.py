@@ -1,9 +1,11 @@
-"""A pool of processes that never runs the user's script again."""
+"""Pools of processes that never run the user's script again; they can start before torch is imported here."""
 
 import contextlib
+import math
 import multiprocessing.context
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -11,13 +13,48 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from lipcert.numerics._memory import keep_freed
-
 _STARTING = threading.Lock()
+
+# Memory of a worker besides that of its images.
+_OF_A_WORKER = 2**29
+
+
+def main_memory_left() -> float:
+    """Bytes of main memory available to this process; inf if unknown."""
+    try:
+        facts = Path("/proc/meminfo").read_text()
+    except OSError:
+        return math.inf
+    available = re.search(r"MemAvailable:\s+(\d+) kB", facts)
+    return min(1024.0 * int(available[1]) if available else math.inf, _left_in_container())
+
+
+def _left_in_container() -> float:
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
+        return float(limit) - float(used)  # without a limit the file holds "max"
+    except (OSError, ValueError):
+        return math.inf
+
+
+def default_workers(need: float = 0.0) -> int:
+    """One process for each core, this one among them, as far as each has the memory it needs; 0 for less than two."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores, int(main_memory_left() / 2 / (need + _OF_A_WORKER)))
+    return count if count > 1 else 0
+
+
+@contextlib.contextmanager
+def workers_ahead(count: int) -> Iterator[list[ProcessPoolExecutor]]:
+    """Workers that import torch at once, with a pool each, so that a task can be given to a certain one."""
+    with contextlib.ExitStack() as stack:
+        pools = [stack.enter_context(worker_pool(1)) for _ in range(count)]
+        for pool in pools:
+            pool.submit(exec, "import lipcert.results")
+        yield pools
 
 
 @contextlib.contextmanager
@@ -84,6 +121,10 @@ def _prepare(threads: int) -> None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # control-C on a terminal ends workers without a traceback
     warnings.simplefilter("ignore")  # the parent does the same work, and says what there is to say once
+    import torch
+
+    from lipcert.numerics import keep_freed
+
     torch.set_num_threads(threads)
     keep_freed()
 
