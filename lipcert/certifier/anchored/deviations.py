@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Remainder
-from lipcert.certifier.anchored.network import Network, Stage
+from lipcert.certifier.anchored.network import Stage
 from lipcert.graph import Node
 from lipcert.norms import Ledger
 from lipcert.numerics import at_most, l2_norm
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from lipcert.certifier.anchored.layer import LayerAt
     from lipcert.certifier.anchored.norms import NormFinder, NormProgress
-    from lipcert.certifier.anchored.plan import NormPlan
     from lipcert.certifier.anchored.ray import Sector
 
 
@@ -167,7 +166,7 @@ class Linearization:
         start: Tensor | None = None,
     ):
         """``start`` is the value of the source, where it is known; shape (N, *source.shape)."""
-        self.finder = finder
+        self.finder, self.network, self.plan = finder, finder.network, finder.plan
         ledger = finder.ledger(len(images)) if ledger is None else ledger
         model = self.network.model
         self.images = images.to(model.device, model.dtype)[:, None]
@@ -183,14 +182,6 @@ class Linearization:
         self.deployed = EXACT
         self.searches = 0
         self.layer = layer
-
-    @property
-    def network(self) -> Network:
-        return self.finder.network
-
-    @property
-    def plan(self) -> NormPlan:
-        return self.finder.plan
 
     @property
     def entries(self) -> int:

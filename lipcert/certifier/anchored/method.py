@@ -43,7 +43,9 @@ class Anchored:
     """The anchored certificate of one model.
 
     Attributes:
-        finder: computes the norms.
+        network: the captured network after the perturbed value.
+        plan: which norms of its Jacobians are computed.
+        finder: computes them.
 
     Args:
         model: the model, in float64.
@@ -69,19 +71,10 @@ class Anchored:
         **options: Any,
     ):
         settings = NormOptions(**options)
-        network = Network(model, at=at, graph=graph, merged=not isinstance(at, int))
-        plan = NormPlan(network, anchored_pairs(network))
-        self.eps = eps if plan.work >= FULL else None
-        self.finder = NormFinder(network, plan, settings, spare=ROUNDS * form_norms_of_a_rival(network))
-
-    @property
-    def network(self) -> Network:
-        return self.finder.network
-
-    @property
-    def plan(self) -> NormPlan:
-        """The norms of the network linearised with its Jacobians."""
-        return self.finder.plan
+        network = self.network = Network(model, at=at, graph=graph, merged=not isinstance(at, int))
+        self.plan = NormPlan(network, anchored_pairs(network))
+        self.eps = eps if self.plan.work >= FULL else None
+        self.finder = NormFinder(network, self.plan, settings, spare=ROUNDS * form_norms_of_a_rival(network))
 
     @property
     def work(self) -> float:

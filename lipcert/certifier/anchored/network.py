@@ -223,24 +223,22 @@ class Network:
 
         A cut is represented by its root. The root is a cut too, because no other operation of the graph reads it.
         """
-        marks = set(cuts(self.graph))
+        marks, position = set(cuts(self.graph)), self.graph.position
         stages = [Stage(self.source, self.source)]
         last = self.source
-        for node in self.graph.nodes[self.graph.position[self.source] + 1 :]:
+        for node in self.graph.nodes[position[self.source] + 1 :]:
             if node in self.rules:
-                if stages[-1].nonlinear and last is not stages[-1].start and self._behind(stages[-1], last):
+                earlier = stages[-1].nonlinear
+                if earlier and last is not stages[-1].start and position[last] >= position[earlier[-1]]:
                     stages[-1].end = last
                     stages.append(Stage(last, last))
-                elif not stages[-1].nonlinear:
+                elif not earlier:
                     stages[-1].start = last
                 stages[-1].nonlinear.append(node)
             if node in marks:
                 last = self.root(node)
         stages[-1].end = self.graph.output
         return stages
-
-    def _behind(self, stage: Stage, cut: Node) -> bool:
-        return self.graph.position[cut] >= self.graph.position[stage.nonlinear[-1]]
 
     def _head(self) -> tuple[Node, Tensor] | None:
         """Features h and weight W if the logits are W h + b, for one vector h and with the classes in the order of W.
@@ -296,10 +294,6 @@ class Network:
             return dict(zip(asked, self.graph.forward(self.source, start, asked, {}), strict=True))
         return self.graph.values(images, self.kept)
 
-    def remainder(self, v: Node, values: Mapping[Node, Tensor]) -> Remainder:
-        """The remainder rule of one operation at nominal values."""
-        return self.rules[v](v, [values[operand] for operand in v.operands], values[v])
-
     def remainders(
         self, values: Mapping[Node, Tensor], rules: Mapping[Node, Remainder] | None = None, index: Tensor | None = None
     ) -> dict[Node, Remainder]:
@@ -309,7 +303,7 @@ class Network:
             part = None if rules is None or index is None else rules[v].only(index)
             if part is None:
                 read = values if index is None else {node: values[node][index] for node in (v, *v.operands)}
-                part = self.remainder(v, read)
+                part = self.rules[v](v, [read[operand] for operand in v.operands], read[v])
             answers[v] = part
         return answers
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,13 +123,6 @@ class Norms:
         return form.norm * known.slack + form.size * 4 * (terms + 16) * UNIT * known.norm
 
 
-class _AtImages(NamedTuple):
-    """Nominal values at N images, and the ledger of these."""
-
-    values: dict[Node, Tensor]
-    ledger: Ledger
-
-
 class NormFinder:
     """Computes the norms of a plan at images. A norm that is the same for all images is computed once.
 
@@ -163,20 +155,24 @@ class NormFinder:
         ``progress`` is called with (norms computed, norms in total).
         """
         plan, report = self.plan, progress or (lambda *_: None)
-        at = _AtImages(values, ledger)
         total = len(plan.computed) + len(plan.computed_peaks)
         gains: dict[Pair, Tensor] = {}
         for a, b in plan.computed:
-            gains[a, b] = self._norm(a, b, at)
+            gains[a, b] = self._norm(a, b, values, ledger)
             report(len(gains), total)
         rows: dict[Pair, Tensor] = {}
         for a, b in plan.computed_peaks:
-            rows[a, b] = self._row_norms(a, b, at)
+            rows[a, b] = self._row_norms(a, b, values, ledger)
             report(len(gains) + len(rows), total)
-        columns = {(v, u): self._column_norms(v, u, at) for v, u in plan.columns}
-        links = {link: self._link_norm(link, number, at) for number, link in enumerate(plan.links)}
+        columns = {(v, u): self._column_norms(v, u, values, ledger) for v, u in plan.columns}
+        links = {link: self._link_norm(link, number, values, ledger) for number, link in enumerate(plan.links)}
 
-        rounding, slack, raised = self._rounded(gains, links, at)
+        network = self.network
+        cuts = [stage.start for stage in network.stages]
+        others = [pair for pair in plan.pairs if pair not in gains]  # products bound their norms
+        factor = self.jacobians.error_factor
+        bounds = bound_rounding(network.local, values, gains, links, network.rules, cuts, others, factor)
+        rounding, slack, raised = bounds
 
         def known(a: Node, b: Node) -> PairNorms:
             lost = explicit_error(a.entries, b.entries) * slack[a, b]
@@ -191,18 +187,8 @@ class NormFinder:
 
         norms = Norms(ledger, rounding, {pair: known(*pair) for pair in plan.pairs})
         for a, v in plan.weighted:
-            norms.pairs[a, self.network.operands(v)[0]].weighted[v] = self._weighted(a, v, at, norms)
+            norms.pairs[a, self.network.operands(v)[0]].weighted[v] = self._weighted(a, v, values, norms)
         return norms
-
-    def _rounded(
-        self, gains: Mapping[Pair, Tensor], links: Mapping[Link, Tensor], at: _AtImages
-    ) -> tuple[RoundingBounds, dict[Pair, Tensor], dict[Pair, Tensor]]:
-        """Rounding errors, S, and the norms with them; products bound those of the plan that are not computed."""
-        network = self.network
-        cuts = [stage.start for stage in network.stages]
-        requested = [pair for pair in self.plan.pairs if pair not in gains]
-        factor = self.jacobians.error_factor
-        return bound_rounding(network.local, at.values, gains, links, network.rules, cuts, requested, factor)
 
     def _once(
         self,
@@ -220,47 +206,33 @@ class NormFinder:
         constant = self._constants[key]
         return constant.expand(len(values[key[1]]), *constant.shape[1:])
 
-    def _norm(self, a: Node, b: Node, at: _AtImages) -> Tensor:
+    def _norm(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """‖G(a → b)‖ as computed, shape (N,)."""
-        draw = self._draw(at.ledger, "norm", a, b, explicit=self.jacobians.explicit(a, b.entries))
+        draw = self._draw(ledger, "norm", a, b, explicit=self.jacobians.explicit(a, b.entries))
+        same = self.network.affine_path(a, b)
+        return self._once(("norm", a, b), same, values, lambda by, part: by.norm(a, b, part, draw))
 
-        def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            return by.norm(a, b, values, draw)
-
-        return self._once(("norm", a, b), self.network.affine_path(a, b), at.values, compute)
-
-    def _row_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
+    def _row_norms(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """The norms of the rows of G(a → b), or of blocks of rows, as computed, shape (N, blocks)."""
-        draw = self._draw(at.ledger, "peak", a, b, explicit=self.jacobians.explicit_rows(a, b))
+        draw = self._draw(ledger, "peak", a, b, explicit=self.jacobians.explicit_rows(a, b))
         block, arranged = self.plan.blocks[b]
-        target = b if block == 1 else arranged
+        target, same = b if block == 1 else arranged, self.network.affine_path(a, b)
+        return self._once(("peak", a, b), same, values, lambda by, part: by.rows(a, target, part, draw, block))
 
-        def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            return by.rows(a, target, values, draw, block)
-
-        return self._once(("peak", a, b), self.network.affine_path(a, b), at.values, compute)
-
-    def _column_norms(self, a: Node, b: Node, at: _AtImages) -> Tensor:
+    def _column_norms(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """The norms of the columns of G(a → b) for an affine path, as computed, shape (N, entries of a)."""
         explicit = self.jacobians.deterministic or b.entries <= LONG
-        draw = self._draw(at.ledger, "columns", a, b, explicit=explicit)
+        draw = self._draw(ledger, "columns", a, b, explicit=explicit)
+        return self._once(("columns", a, b), True, values, lambda by, part: by.columns(a, b, part, draw))
 
-        def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            return by.columns(a, b, values, draw)
-
-        return self._once(("columns", a, b), True, at.values, compute)
-
-    def _link_norm(self, link: Link, number: int, at: _AtImages) -> Tensor:
+    def _link_norm(self, link: Link, number: int, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """The norm of one operation's Jacobian as computed, shape (N,)."""
         a, b = link.operand, link.node
-        draw = self._draw(at.ledger, "link", a, b, number, explicit=self.jacobians.explicit(a, b.entries))
+        draw = self._draw(ledger, "link", a, b, number, explicit=self.jacobians.explicit(a, b.entries))
+        same = not self.network.rules.keys() & link.path
+        return self._once(("link", a, b), same, values, lambda by, part: by.norm(a, b, part, draw, path=link.path))
 
-        def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            return by.norm(a, b, values, draw, path=link.path)
-
-        return self._once(("link", a, b), not self.network.rules.keys() & link.path, at.values, compute)
-
-    def _weighted(self, a: Node, v: Node, at: _AtImages, norms: Norms) -> Tensor:
+    def _weighted(self, a: Node, v: Node, values: dict[Node, Tensor], norms: Norms) -> Tensor:
         """One of the weighted norms, shape (N,)."""
         b, by = v.operands[0], self.jacobians
         columns = norms.pairs[v, self.plan.ahead[v]].columns
@@ -268,16 +240,15 @@ class NormFinder:
         scale = columns.sqrt().reshape(1, *v.shape)
         if self.plan.covers(a, v):
             return scale.amax() * norms.pairs[a, self.network.operands(v)[0]].norm
-        draw = self._draw(at.ledger, "weighted", a, b, v, explicit=by.explicit(a, b.entries))
+        draw = self._draw(norms.ledger, "weighted", a, b, v, explicit=by.explicit(a, b.entries))
 
         def form(values: dict[Node, Tensor]) -> Form:
             return Form.weights(scale.expand(len(values[a]), *v.shape))
 
-        def compute(by: Jacobians, values: dict[Node, Tensor]) -> Tensor:
-            return by.norm(a, b, values, draw, form=form(values))
-
-        norm = self._once(("weighted", a, v), self.network.affine_path(a, b), at.values, compute)
-        return self._raised(norm, a, b, form(at.values), b.entries, norms)
+        same = self.network.affine_path(a, b)
+        key = "weighted", a, v
+        norm = self._once(key, same, values, lambda by, part: by.norm(a, b, part, draw, form=form(part)))
+        return self._raised(norm, a, b, form(values), b.entries, norms)
 
     def formed(self, a: Node, b: Node, values: dict[Node, Tensor], form: Form, norms: Norms, ledger: Ledger) -> Tensor:
         """Upper bounds on ‖M G(a → b)‖, shape (N,), for the M of a form.

@@ -114,17 +114,16 @@ class NormPlan:
 
     def work_of(self, a: Node, b: Node, *, peak: bool = False) -> float:
         """Work of one norm, or with ``peak`` for the largest norm of a row."""
-        return _passes(a, b, peak) * self._pass_work(a, b) + _SEARCH
+        one_pass = sum(self._costs[node] for node in self.network.graph.between(a, [b]))
+        few = min(a.entries, b.entries)
+        passes = min(few, PROBES) if peak else few if few <= FEW else _PASSES
+        return passes * one_pass + _SEARCH
 
     @property
     def work_of_links(self) -> float:
         """Work of the norms of single operations; those of affine ones hold for all images."""
         rules = self.network.rules.keys()
         return sum(_PASSES * _work(link.path) + _SEARCH for link in self.links if rules & link.path)
-
-    def _pass_work(self, a: Node, b: Node) -> float:
-        """Work of one pass through the operations between two values."""
-        return sum(self._costs[node] for node in self.network.graph.between(a, [b]))
 
     def _covered(self) -> frozenset[Pair]:
         network, c = self.network, self.network.stages[0].start
@@ -174,9 +173,3 @@ def _work_of(node: Node) -> float:
         inner = math.prod(weights[0].shape[1:]) if weights else (node.operands[0].shape or (1,))[-1]
         return 2.0 * entries * inner
     return 10.0 * entries
-
-
-def _passes(a: Node, b: Node, peak: bool) -> int:
-    """The usual number of products for ‖G(a → b)‖, or with ``peak`` for the largest norm of a row."""
-    few = min(a.entries, b.entries)
-    return min(few, PROBES) if peak else few if few <= FEW else _PASSES

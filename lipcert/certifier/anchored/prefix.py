@@ -39,7 +39,6 @@ from lipcert.certifier.anchored.layer import Layer, error_at
 from lipcert.certifier.anchored.method import FULL, Anchor, Anchored
 from lipcert.certifier.anchored.network import an_image, prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions, NormProgress
-from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.errors import UnsupportedOperation
 from lipcert.graph import Graph, Node, capture, close, cuts, evaluate, examples, needed
 from lipcert.model import Model
@@ -59,7 +58,7 @@ class PrefixedAnchored:
         constant: K, rounded up.
         rounding: bounds e.
         layer: the last layer with kinks before the cut; None if :mod:`.layer` has no bound for it.
-        behind: the certificate behind c, with half of the failure probability.
+        after: the certificate after c, with half of the failure probability.
         whole: that of the whole network, with the other half; None where it is not available, or too costly.
 
     Args:
@@ -94,6 +93,7 @@ class PrefixedAnchored:
         eps_at_cut = None if eps is None else eps * constant * (1 + 1e-3)
         half = {**options, "delta": budget.split(2).delta}
         self.after = Anchored(model, at=cut, graph=graph, eps=eps_at_cut, **half)
+        self.plan = self.after.plan
         self.layer = self._layer(model, graph, whole, math.inf if eps_at_cut is None else eps_at_cut)
         self.whole: Anchored | None = None
 
@@ -107,11 +107,6 @@ class PrefixedAnchored:
             return Layer(model, upto, start, scale, radius)
         except UnsupportedOperation:
             return None
-
-    @property
-    def plan(self) -> NormPlan:
-        """The norms behind the cut."""
-        return self.after.plan
 
     @property
     def work(self) -> float:
@@ -170,7 +165,9 @@ class PrefixedAnchor:
         at_cut = self.anchor.radius(
             predicted, torch.minimum(margins, replayed.scatter(1, predicted[:, None], torch.inf)), limit
         )
-        best = _at_pixels(at_cut, self.error, method.constant)
+        # (r − e)/K, rounded down: 0 where r ≤ e; ∞ elsewhere if K = 0, as no image changes c then.
+        error = self.error.to(at_cut)
+        best = torch.where(at_cut > error, (at_cut - error) / method.constant * (1 - SAFETY), 0.0)
         if method.whole is None:
             return best
         undecided = (best <= (torch.inf if method.eps is None else method.eps)).nonzero()[:, 0]
@@ -180,11 +177,6 @@ class PrefixedAnchor:
                 best[undecided], whole.radius(predicted[undecided], margins[undecided], limit)
             )
         return best
-
-
-def _at_pixels(at_cut: Tensor, error: Tensor, constant: float) -> Tensor:
-    """(r − e)/K, rounded down, shape (N,): 0 where r ≤ e; ∞ elsewhere if K = 0, as no image changes c then."""
-    return torch.where(at_cut > error.to(at_cut), (at_cut - error.to(at_cut)) / constant * (1 - SAFETY), 0.0)
 
 
 def anchored(
