@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lipcert import Model
-from lipcert.bounds import MarginBounds, analyze, margins, radii
-from lipcert.bounds._box import Walk, flat
+from lipcert.bounds import MarginBounds, analyze, margins, per_image, radii
+from lipcert.bounds._box import Walk
 from lipcert.bounds._masked import core_of
 from lipcert.certifier import Local
 from lipcert.errors import InputError, UnsupportedOperation
@@ -166,7 +166,7 @@ def points(net: Model, image: Tensor, radius: float, seed: int = 0) -> Tensor:
     logits = net(x)
     slopes = [torch.autograd.grad(logits[0, j], x, retain_graph=True)[0] for j in range(logits.shape[1])]
     steps = torch.cat([random, random.sign(), single.reshape(6, *image.shape), *slopes, *(-s for s in slopes)])
-    lengths = flat(steps).norm(dim=1).clamp_min(1e-300).reshape(-1, 1, 1, 1)
+    lengths = per_image(steps).norm(dim=1).clamp_min(1e-300).reshape(-1, 1, 1, 1)
     return image + torch.cat([steps / lengths * radius * (1 - 1e-12), 0.4 * radius * steps / lengths])
 
 
@@ -301,12 +301,15 @@ def test_every_form_of_a_masked_norm_bounds_the_dense_truth(
     inner = torch.rand(4, *example.shape).double().round()
     inner[3] = 0
     exact = torch.stack(
-        [torch.linalg.matrix_norm(a[:, None] * dense * b, 2) for a, b in zip(flat(outer), flat(inner), strict=True)]
+        [
+            torch.linalg.matrix_norm(a[:, None] * dense * b, 2)
+            for a, b in zip(per_image(outer), per_image(inner), strict=True)
+        ]
     )
     verified = core.norms(outer, inner, None)
     assert core.exact
     assert ((verified >= exact * (1 - 1e-14)) & (verified <= exact * (1 + 1e-7))).all()
-    assert torch.allclose(flat(core.row_norms(inner))[0], (dense * flat(inner)[0]).norm(dim=1))
+    assert torch.allclose(per_image(core.row_norms(inner))[0], (dense * per_image(inner)[0]).norm(dim=1))
     monkeypatch.setattr("lipcert.bounds._masked.DENSE_SIDE", 0)
     assert not core.exact
     schur = core.norms(outer, inner, None)

@@ -44,6 +44,7 @@ from lipcert.bounds._arguments import replayed
 from lipcert.bounds._global import Analysis
 from lipcert.bounds._masked import Core, core_of
 from lipcert.bounds._registry import RULES, Tag, tagged
+from lipcert.bounds._remainder import per_image
 from lipcert.bounds._value import Value
 from lipcert.graph import Graph, Node, needed
 from lipcert.norms import Draw, Ledger
@@ -52,15 +53,10 @@ from lipcert.numerics import INFLATE, Upper, l2_norm, root_sum
 EVALUATION = 1e-10
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """Reshapes (N, ...) to (N, entries)."""
-    return tensor.reshape(len(tensor), -1)
-
-
 def top(tensor: Tensor) -> Tensor:
     """The largest entry per image of a tensor (N, ...) with entries ≥ 0; 0 if it has none."""
     # The appended 0 is the result where there are no entries, of which amax has none.
-    return F.pad(flat(tensor), (0, 1)).amax(1)
+    return F.pad(per_image(tensor), (0, 1)).amax(1)
 
 
 def over(numbers: Tensor, template: Tensor) -> Tensor:
@@ -78,7 +74,7 @@ def gap(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _varies(weights: Tensor) -> Tensor:
-    return (flat(weights) < top(weights)[:, None]).any(1)
+    return (per_image(weights) < top(weights)[:, None]).any(1)
 
 
 @dataclass
@@ -104,7 +100,7 @@ class Factors:
             return top(self.outer * inner) * INFLATE
         outer = self.outer.expand(len(inner), *self.core.output_shape)
         norms = torch.full((len(inner),), math.inf, dtype=torch.float64, device=inner.device)
-        pays = (flat(inner) == 0).any(1)
+        pays = (per_image(inner) == 0).any(1)
         if self.local:
             pays |= _varies(inner) | _varies(outer)
         if bool(pays.any()):
@@ -329,7 +325,7 @@ def unknown(walk: Walk, node: Node, *operands: State) -> State:
     if walk.zero_radius:
         moved = torch.zeros_like(walk.eps)
         for x in operands:
-            most = l2_norm(flat(x.reach), 1) * ratio(lip, x.lip)
+            most = l2_norm(per_image(x.reach), 1) * ratio(lip, x.lip)
             moved = torch.maximum(moved, torch.where(top(x.reach) > 0, most, 0.0))
         error = moved * len(operands) * INFLATE + top(value.abs()) * EVALUATION
         reach = over(error, value).expand_as(value)
@@ -391,11 +387,10 @@ def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     if tagged(node, Tag.SUMS):
         rounding = replayed(node, *(x.value.abs() for x in states)) * (math.prod(order[0].shape) * 2.0**-50)
 
-    def side_by_side() -> Tensor:
-        return root_sum(*(x.constant for x in states)) * INFLATE
-
-    once = tagged(node, Tag.JOINS) and len(states) == len(node.operands)
-    return walk.result(node, up, down, states, constant=side_by_side if once else None, rounding=rounding)
+    constant = None
+    if tagged(node, Tag.JOINS) and len(states) == len(node.operands):
+        constant = lambda: root_sum(*(x.constant for x in states)) * INFLATE  # noqa: E731
+    return walk.result(node, up, down, states, constant=constant, rounding=rounding)
 
 
 def monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -150,7 +150,7 @@ def _check_unused(graph: Graph) -> None:
     unknown = [
         (f"{node.name} (its result is not used)", node.path)
         for node in graph.nodes
-        if node not in used and (node.op not in known or _counts(node.operands))
+        if node not in used and (node.op not in known or any(map(_counts, node.operands)))
     ]
     if unknown:
         raise UnsupportedOperation(unknown)
@@ -162,8 +162,8 @@ def analyze_for_training(model: nn.Module, image: Tensor) -> Analysis:
     return Analysis(graph, global_values(graph))
 
 
-def _counts(operands: Sequence[Node]) -> bool:
-    return any(node.dtype is not None and not node.dtype.is_floating_point for node in operands)
+def _counts(node: Node) -> bool:
+    return node.dtype is not None and not node.dtype.is_floating_point
 
 
 def _check_independence(model: nn.Module, images: Tensor) -> None:
@@ -230,7 +230,7 @@ def global_value(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     not.
     """
     rule = answer_of(node.op, "lipschitz")
-    if node.dtype is not None and not node.dtype.is_floating_point:
+    if _counts(node):
         raise NoAnswer(f"its result is {node.dtype}, not real")
     check_entries(node)
     if isinstance(node.op, str):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -235,6 +235,11 @@ class Value:
         if not isinstance(lip, Upper):
             raise TypeError(f"bounded(lip) takes the result's constant, such as x.lip * {lip}, not a factor")
         return Value(self.shape, lip, magnitude=min(self.magnitude, Upper(magnitude)), rows=self.rows)
+
+
+def lowest(x: Any) -> float:
+    """A lower bound on all entries of a value or constant."""
+    return x.lowest if isinstance(x, Value) else torch.as_tensor(x, dtype=torch.float64).min().item()
 
 
 def rounded_down(number: Tensor | float) -> Tensor:

@@ -99,7 +99,6 @@ class _Applied(nn.Module):
 
 def _slopes(module: nn.Module, images: list[Tensor], draw: torch.Generator, bound: float) -> Measured:
     slack = 1e-6 * bound  # differences of numbers near 1 lose digits, and torch's hardsigmoid has a slope in float32
-    slack = 1e-6 * bound  # differences of numbers near 1 lose digits, and torch's hardsigmoid has a slope in float32
     for x in images:
         jacobian = torch.autograd.functional.jacobian(lambda at: module(at).flatten(), x)
         yield "the norm of a Jacobian", torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2), bound, slack

@@ -19,7 +19,7 @@ from lipcert.bounds import (
     State,
     Walk,
     analyze,
-    flat,
+    per_image,
     radii,
 )
 from lipcert.certifier._method import Method, NormsDone, Subject
@@ -121,7 +121,7 @@ class Local:
         classes, margin = predicted[where], margins[where]
         reach = self._margin_constants(walk, classes) * walk.eps[:, None]
         reach = torch.minimum(reach, self._margin_boxes(walk, classes))
-        errors = flat(walk.nominal.errors[self.boxes.graph.output])
+        errors = per_image(walk.nominal.errors[self.boxes.graph.output])
         margin = margin - (errors + errors.gather(1, classes[:, None])) * INFLATE
         others = torch.ones_like(margin, dtype=torch.bool).scatter_(1, classes[:, None], False)
         return ((margin > reach * INFLATE) | ~others).all(1).cpu()
@@ -145,7 +145,7 @@ class Local:
         if factors is None or factors.core is None or walk.boxes.graph.output not in walk.boxes.cores:
             return None
         core, base = factors.core, factors.base
-        return (core, base, flat(factors.inner * base.moving)) if len(core.input_shape) == 2 else None
+        return (core, base, per_image(factors.inner * base.moving)) if len(core.input_shape) == 2 else None
 
     def _differences(self, core: Core, predicted: Tensor) -> Tensor:
         """w_j − w_y, shape (N, classes, features)."""
@@ -166,12 +166,12 @@ class Local:
     def _margin_boxes(self, walk: Walk, predicted: Tensor) -> Tensor:
         """The largest increase of f_j − f_y in the boxes, shape (N, classes)."""
         if self._head(walk) is None:
-            up, down = flat(walk.output.up), flat(walk.output.down)
+            up, down = per_image(walk.output.up), per_image(walk.output.down)
             return (up + down.gather(1, predicted[:, None])) * INFLATE
         core = walk.boxes.cores[walk.boxes.graph.output]
         features = walk.states[self.boxes.graph.output.operands[0]]
         rows = self._differences(core, predicted)
-        up, down = flat(features.up)[:, :, None], flat(features.down)[:, :, None]
+        up, down = per_image(features.up)[:, :, None], per_image(features.down)[:, :, None]
         rise = (rows.clamp_min(0) @ up + (-rows).clamp_min(0) @ down).squeeze(2)
         return rise.nan_to_num(nan=math.inf) * INFLATE
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments, replayed
-from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, flat, gap, over, ratio, unknown
+from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._kinks import Kinked, KinkedEntries, kinked
 from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, jacobian, rounding, rule, tag
@@ -107,7 +107,7 @@ def entrywise_box(walk: Walk, node: Node, x: State) -> State:
     if not math.isfinite(gain):
         return unknown(walk, node, x)
     reach = x.reach * gain * INFLATE
-    rounding = flat(walk.value(node).abs()).amax(1) * EVALUATION
+    rounding = per_image(walk.value(node).abs()).amax(1) * EVALUATION
     factors = extended(x, torch.full_like(x.value, gain))
     return walk.result(node, reach, reach, factors=factors, rounding=over(rounding, reach).expand_as(reach))
 
@@ -440,13 +440,10 @@ def clamp(call: Call, x: Value, min: Any = None, max: Any = None) -> Value:
     size = _larger(x.magnitude, above, below)
     if low is not None and high is not None:
         size = _smaller(size, _larger(largest(low), largest(high)))
-    return Value(x.shape, x.lip, magnitude=size, floor=_smallest_of_clamped(x, low, high))
-
-
-def _smallest_of_clamped(x: Value, low: Tensor | None, high: Tensor | None) -> float:
-    """A lower bound: min(max(x, low), high) ≥ min(max(inf x, inf low), inf high)."""
+    # min(max(x, low), high) ≥ min(max(inf x, inf low), inf high)
     bottom = x.lowest if low is None else _larger(x.lowest, low.min().item())
-    return bottom if high is None else _smaller(bottom, high.min().item())
+    bottom = bottom if high is None else _smaller(bottom, high.min().item())
+    return Value(x.shape, x.lip, magnitude=size, floor=bottom)
 
 
 @box("clamp", inactive=True)
@@ -474,17 +471,11 @@ def clips(*targets: Any, limits: Callable[[Node], Sequence[Any]]) -> None:
 
 
 def _clamped(node: Node) -> Sequence[Any]:
-    call = arguments(node)
     if len(node.operands) > 1 or node.shape != node.operands[0].shape:
         raise NoAnswer("limits that depend on the image, or are larger than the value")
-    return call.get("min"), call.get("max")
-
-
-def _hard(node: Node) -> Sequence[Any]:
-    call = arguments(node)
-    return call.get("min_val", -1.0), call.get("max_val", 1.0)
+    return [arguments(node).get(name) for name in ("min", "max")]
 
 
 box("hardtanh", inactive=True)(clip)
-clips("hardtanh", limits=_hard)
+clips("hardtanh", limits=lambda node: (arguments(node).get("min_val", -1.0), arguments(node).get("max_val", 1.0)))
 clips("clamp", limits=_clamped)

@@ -142,10 +142,11 @@ def matmul(call: Call, x: Any, y: Any) -> Value:
     That is at most std_P(δA_i) · max_j ‖v_j‖ ≤ √½ ‖δA_i‖ max_j ‖v_j‖, because diag(p) − ppᵀ ⪯ ½. The constant of X is
     half of that of A, so this is √2 max_j ‖v_j‖ times the constant of X, without the factor √n in ‖V‖₂.
     """
-    if not isinstance(x, Value):
-        return _matrix_times(call, x, y)
     if len(x.shape) < 2 or len(y.shape) < 2:
         raise NoAnswer("vectors")
+    if not isinstance(x, Value):  # it multiplies every column
+        norm = Operator(x.reshape(-1, *x.shape[-2:])).norm
+        return Value(call.shape, y.lip * norm * _copies_matmul(call, y), magnitude=y.row_norm(-2) * norm)
     if not isinstance(y, Value):
         if y.dim() == 2:
             return dense(call, x, y.mT)
@@ -168,14 +169,6 @@ def matmul(call: Call, x: Any, y: Any) -> Value:
 
 def _copies_matmul(call: Call, x: Value) -> Upper:
     return Upper(math.prod(call.shape[:-2]) // max(1, math.prod(x.shape[:-2]))).sqrt()
-
-
-def _matrix_times(call: Call, weight: Tensor, y: Value) -> Value:
-    """W Y for a constant W, which multiplies every column."""
-    if weight.dim() < 2 or len(y.shape) < 2:
-        raise NoAnswer("vectors")
-    norm = Operator(weight.reshape(-1, *weight.shape[-2:])).norm
-    return Value(call.shape, y.lip * norm * _copies_matmul(call, y), magnitude=y.row_norm(-2) * norm)
 
 
 @remainder("matmul")

@@ -17,7 +17,8 @@ from lipcert.bounds._kinks import Kinked
 from lipcert.bounds._registry import Call, NoAnswer, Schur, Tag, box, jacobian, rounding, rule, tag
 from lipcert.bounds._remainder import Against, remainder
 from lipcert.bounds._rounding import Operand, exact
-from lipcert.bounds._value import Value
+from lipcert.bounds._value import Value, lowest
+from lipcert.bounds.rules.arithmetic import _copies
 from lipcert.graph import Node
 from lipcert.numerics import INFLATE, Format, Upper, root_sum, root_sum_squares
 
@@ -153,13 +154,9 @@ def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     windows with a variable result in which j can be the largest. Then ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
     """
     up, down, low, high = monotone(walk, node, x)
-    args = arguments(node)
-    if args.get("ceil_mode") or len(node.shape) != 4:
+    if arguments(node).get("ceil_mode") or len(node.shape) != 4:
         return walk.result(node, up, down, (x,))
-    size, padding, dilation = (
-        per_axis(args.get(k) or d, 2) for k, d in (("kernel_size", 1), ("padding", 0), ("dilation", 1))
-    )
-    stride = per_axis(args.get("stride") or args["kernel_size"], 2)
+    size, stride, padding, dilation = _geometry(node)
     image = tuple(x.value.shape[-2:])
     padded = (image[0] + 2 * padding[0], image[1] + 2 * padding[1])
     entries = x.high.reshape(-1, 1, *image)
@@ -171,6 +168,13 @@ def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
     weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
     return walk.result(node, up, down, factors=extended(x, weight, local=True), open=False)
+
+
+def _geometry(node: Node) -> list[tuple[int, ...]]:
+    """Kernel, stride, padding and dilation of max pooling, each with one number for an axis."""
+    args, dims = arguments(node), _dims(node.op)
+    stride = args.get("stride") or args["kernel_size"]
+    return [per_axis(x, dims) for x in (args["kernel_size"], stride, args.get("padding", 0), args.get("dilation", 1))]
 
 
 class _Windows(Kinked):
@@ -205,18 +209,7 @@ class MaxPool(_Windows):
     """Max pooling, with the windows of :func:`covered`."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
-        args = arguments(node)
-        dims = _dims(node.op)
-        kernel, stride, padding, dilation = (
-            per_axis(value, dims)
-            for value in (
-                args["kernel_size"],
-                args.get("stride") or args["kernel_size"],
-                args.get("padding", 0),
-                args.get("dilation", 1),
-            )
-        )
-        super().__init__(operands[0], covered(result.shape[-dims:], kernel, stride, padding, dilation))
+        super().__init__(operands[0], covered(result.shape[-_dims(node.op) :], *_geometry(node)))
 
 
 @remainder("adaptive_max_pool2d")
@@ -294,9 +287,8 @@ def larger(call: Call, x: Any, other: Any) -> Value:
     """For two values |δ max(x, y)| ≤ max(|δx|, |δy|), entry by entry."""
     pair, pick = (x, other), max if call.op in ("max", "maximum") else min
     values = [v if isinstance(v, Value) else Value.constant(torch.as_tensor(v, dtype=torch.float64)) for v in pair]
-    copies = [Upper(math.prod(call.shape) // max(1, math.prod(v.shape))).sqrt() for v in values]
-    lip = root_sum_squares(*(v.lip * m for v, m in zip(values, copies, strict=True)))
-    floor = pick(v.lowest if isinstance(v, Value) else _lowest(v) for v in pair)
+    lip = root_sum_squares(*(v.lip * _copies(call, v) for v in values))
+    floor = pick(map(lowest, pair))
     return Value(call.shape, lip, magnitude=max(v.magnitude for v in values), floor=floor)
 
 
@@ -306,10 +298,6 @@ def larger_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
     if len(node.operands) != 2:
         raise NoAnswer("a constant")
     return exact(node, operands, fmt)
-
-
-def _lowest(constant: Any) -> float:
-    return torch.as_tensor(constant, dtype=torch.float64).min().item()
 
 
 @remainder("max", "min", "maximum", "minimum")
@@ -328,12 +316,8 @@ class Larger(Kinked):
         super().__init__((sides[0] - sides[1]).abs())
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return super().norm([_together(rho)])
+        return super().norm([root_sum(*rho)])
 
     def against(self, direction: Tensor) -> Against:
         kinked = super().against(direction)
-        return lambda rho: kinked([_together(rho)])
-
-
-def _together(rho: Sequence[Tensor]) -> Tensor:
-    return root_sum(*rho)
+        return lambda rho: kinked([root_sum(*rho)])

@@ -33,7 +33,10 @@ def power(call: Call, x: Any, exponent: Any) -> Value:
         raise NoAnswer("the exponent must be one number")
     p = float(exponent)
     if p == 2:
-        return _with_copies(call, x, square(call, x))
+        result = square(call, x)
+        if call.shape == x.shape:
+            return result
+        return Value(call.shape, result.lip * _copies(call, x), magnitude=result.magnitude, floor=0.0)
     integer = p == int(p) if math.isfinite(p) else False
     if not math.isfinite(p) or p == 0 or (not integer and not x.lowest >= 0) or (p < 0 and x.lowest < 0):
         raise NoAnswer(f"exponent {p:g} of a value that may be negative")
@@ -59,13 +62,6 @@ def _below(number: float) -> Tensor:
 def _power(base: Upper, exponent: float) -> Upper:
     """An upper bound on baseᵖ for p ≥ 0: exact for whole p, else (max(base, 1))^⌈p⌉."""
     return base ** int(exponent) if exponent == int(exponent) else max(base, Upper(1)) ** math.ceil(exponent)
-
-
-def _with_copies(call: Call, x: Value, result: Value) -> Value:
-    """The result broadcast by an exponent that is a tensor with one entry and more dimensions than x."""
-    if call.shape == x.shape:
-        return result
-    return Value(call.shape, result.lip * _copies(call, x), magnitude=result.magnitude, floor=0.0)
 
 
 @rule("square", tags=Tag.ENTRYWISE)

@@ -17,7 +17,7 @@ from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import State, Walk, nonnegative, unknown
 from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, rounding, rule, tag, tagged
 from lipcert.bounds._rounding import Operand, exact, zeros
-from lipcert.bounds._value import Scale, Value
+from lipcert.bounds._value import Scale, Value, lowest
 from lipcert.graph import Node
 from lipcert.numerics import Format, Upper, leaves, mapped, root_sum_squares
 
@@ -69,19 +69,13 @@ def reshape(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
     if call.shape == x.shape:
         return x
     if isinstance(x.map, Scale) and x.base is not None:
-        scale = _reshape_scale(x.map.scale, x.shape, call.shape)
-        if scale is not None:
-            inner = reshape(call, x.base)
-            keep_offset = x.offset if call.shape[-1] == x.shape[-1] else None
-            moved = Value(
-                call.shape,
-                magnitude=x.magnitude,
-                base=inner,
-                map=Scale(scale),
-                offset=keep_offset,
-                offset_error=x.offset_error,
-            )
-            return _arranged(moved, x)
+        along_last = x.map.scale.numel() == x.map.scale.shape[-1] and x.shape[-1] == call.shape[-1]
+        form = (*[1] * (len(call.shape) - 1), -1) if along_last else call.shape
+        scale = Scale((x.map.scale if along_last else x.map.scale.expand(x.shape)).reshape(form))
+        offset = x.offset if call.shape[-1] == x.shape[-1] else None
+        inner, error = reshape(call, x.base), x.offset_error
+        moved = Value(call.shape, magnitude=x.magnitude, base=inner, map=scale, offset=offset, offset_error=error)
+        return _arranged(moved, x)
     rows = None
     if x.rows is not None:
         target = _follow_axis(x.shape, call.shape, x.rows[0])
@@ -98,12 +92,6 @@ def _arranged(result: Value, x: Value) -> Value:
     result.mass = x.mass if same_last else -math.inf
     result.arranged = x
     return result
-
-
-def _reshape_scale(scale: Tensor, old: tuple[int, ...], new: tuple[int, ...]) -> Tensor | None:
-    if scale.numel() == scale.shape[-1] and old[-1] == new[-1]:
-        return scale.reshape(*[1] * (len(new) - 1), -1)
-    return scale.expand(old).reshape(new)
 
 
 def _follow_axis(old: tuple[int, ...], new: tuple[int, ...], axis: int) -> tuple[int, int] | None:
@@ -262,12 +250,8 @@ def cat(call: Call, tensors: Sequence[Any], dim: int = 0) -> Value:
             rows = (-1, root_sum_squares(*(p.row_norm(-1) for p in parts)))
         else:
             rows = (-1, max(p.row_norm(-1) for p in parts))
-    smallest = min((_smallest(t) for t in tensors if math.prod(t.shape)), default=0.0)
+    smallest = min((lowest(t) for t in tensors if math.prod(t.shape)), default=0.0)
     return Value(call.shape, lip, magnitude=magnitude, rows=rows, floor=smallest)
-
-
-def _smallest(tensor: Value | Tensor) -> float:
-    return tensor.lowest if isinstance(tensor, Value) else tensor.detach().double().min().item()
 
 
 @rounding("cat", "stack")
