@@ -10,12 +10,7 @@ from lipcert.graph._constants import MADE, UNKNOWN
 from lipcert.graph._graph import Emit, Graph, Node, evaluate, evaluate_each, rewritten
 from lipcert.graph._intact import alterations, check_torch
 from lipcert.graph._operations import SIGNATURES, SYNONYMS, canonical
-from lipcert.graph._stages import (
-    cuts,
-    logits,
-    needed,
-    segment,
-)
+from lipcert.graph._stages import cuts, logits, needed, segment
 from lipcert.graph._trace import ONE_LOGIT, identity_of_code, outputs_of
 from lipcert.graph._witness import (
     close,

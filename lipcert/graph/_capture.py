@@ -114,14 +114,10 @@ class Tracked:
     def __bool__(self) -> bool:
         raise self.recorder.refusal("control flow that depends on the image")
 
-    def __float__(self) -> float:
+    def __index__(self) -> Any:
         raise self.recorder.refusal("a Python number taken from the image")
 
-    def __int__(self) -> int:
-        raise self.recorder.refusal("a Python number taken from the image")
-
-    def __index__(self) -> int:
-        raise self.recorder.refusal("a Python number taken from the image")
+    __float__ = __int__ = __index__
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.recorder.call(torch.Tensor.__setitem__, (self, index, value), {})
@@ -329,8 +325,7 @@ class _Recorder:
         """Refuses values whose memory was changed through another value."""
         for value in _tracked_in(tree):
             if value.overwritten_by:
-                problem = f"reading a value that {value.overwritten_by} changed in place through a view"
-                raise self.refusal(problem)
+                raise self.refusal(f"reading a value that {value.overwritten_by} changed in place through a view")
 
     def wrap(self, outcome: Any, node: Node) -> Any:
         """Wraps the result of an operation in tracked values."""
@@ -342,19 +337,16 @@ class _Recorder:
             return Tracked(outcome, node, self)
         if isinstance(outcome, (tuple, list)) and all(part is None or isinstance(part, Tensor) for part in outcome):
             self.nodes.append(node)
-            parts: list[Tracked | None] = []
+            parts: list[Tracked | None] = [None] * len(outcome)
             for index, part in enumerate(outcome):
-                if part is None:
-                    parts.append(None)
-                    continue
-                pick = Node(PART, operator.getitem, (node, index), {}, self.path, tuple(part.shape), dtype=part.dtype)
-                self.nodes.append(pick)
-                parts.append(Tracked(part, pick, self))
+                if part is not None:
+                    pick = Node(PART, operator.getitem, (node, index), {}, self.path, tuple(part.shape), part.dtype)
+                    self.nodes.append(pick)
+                    parts[index] = Tracked(part, pick, self)
             return type(outcome)(parts)
         if isinstance(outcome, (str, torch.dtype, torch.device)):
             return outcome
-        problem = f"{node.name} that converts the image's values to {type(outcome).__name__}"
-        raise self.refusal(problem)
+        raise self.refusal(f"{node.name} that converts the image's values to {type(outcome).__name__}")
 
     def call_module(
         self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -374,15 +366,8 @@ class _Recorder:
             outcome = forward(module, *args, **kwargs)
             if not isinstance(outcome, Tracked):
                 raise self.refusal(f"{type(module).__name__} with several outputs")
-            node = Node(
-                type(module),
-                module,
-                (*node_args,),
-                node_kwargs,
-                self.path,
-                tuple(outcome.tensor.shape),
-                dtype=outcome.tensor.dtype,
-            )
+            shape, dtype = tuple(outcome.tensor.shape), outcome.tensor.dtype
+            node = Node(type(module), module, (*node_args,), node_kwargs, self.path, shape, dtype)
             readable = {*node.operands, *self.nodes}
             if not {outcome.node, *(operand for part in self.nodes for operand in part.operands)} <= readable:
                 raise self.refusal(f"{node.name} reading values that are not its inputs")

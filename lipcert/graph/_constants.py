@@ -123,9 +123,8 @@ class Constants(Pausable, TorchFunctionMode):
         """The operation that computed a tensor."""
         _, writes, node = self.made.get(id(tensor), (None, -1, None))
         if node is None or writes != write_count(tensor):
-            return Node(
-                UNKNOWN, torch.clone, (self.copy(tensor),), {}, self.path(), tuple(tensor.shape), dtype=tensor.dtype
-            )
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            return Node(UNKNOWN, torch.clone, (self.copy(tensor),), {}, self.path(), shape, dtype)
         return node
 
 

@@ -41,6 +41,7 @@ from lipcert.bounds import (
     jacobian_of,
     kept_whole,
     local_error,
+    per_image,
     refusal,
     row_distances,
     schur_bounds,
@@ -174,11 +175,7 @@ class Gains:
             if (total := self._branches.get(node)) is not None:
                 return float(self.values[total].map.norm + 1)  # ‖W‖ ≤ ‖I + W‖ + 1 suffices for the size of an operand
             return float(value.map.norm)
-
-        def value_of(u: Node) -> Value:
-            return self.widened(u, 1 if u is operand else 0)
-
-        args, kwargs = node.arguments(value_of)
+        args, kwargs = node.arguments(lambda u: self.widened(u, 1 if u is operand else 0))
         if isinstance(node.op, type):
             args = (node.function, *args)
         try:
@@ -194,8 +191,7 @@ def passes(node: Node) -> bool:
 
 def error_norm(error: Tensor) -> Tensor:
     """Upper bounds on the ℓ2 norms of (N, ...), shape (N,)."""
-    flat = error.reshape(len(error), -1)
-    return at_most(l2_norm(flat, 1) * OWN_ROUNDING)
+    return at_most(l2_norm(per_image(error), 1) * OWN_ROUNDING)
 
 
 class Roundoff:
