@@ -30,7 +30,6 @@ from lipcert.errors import (
 )
 from lipcert.graph import (
     ONE_LOGIT,
-    Graph,
     confirm,
     examine,
     logits,
@@ -136,13 +135,15 @@ class Certifier:
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
             )
         self._compared, self._seed = 0, seed_of(self.model)
-        self._outside = [(tensor, tensor.clone()) for tensor in _not_of(self.model, self.analysis.graph)]
+        held = {tensor.untyped_storage().data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())}
+        read = [tensor for node in self.analysis.graph.nodes for tensor in node.tensors]
+        # What the graph reads and no copy of the network holds, such as tensors of closures in hooks.
+        self._outside = [(each, each.clone()) for each in read if each.untyped_storage().data_ptr() not in held]
         flops, size = forward_pass(self.model, self.analysis)
         self.nominal = NominalMargins(self.model, self.analysis, prove=flops <= _WORK_OF_A_PROOF)
         self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal.bounded, flops, size)
         with _one_line_refusals(self.method):
-            chosen = prepare(self.subject)
-        self.methods, self.skipped, self.notes = chosen.prepared, chosen.skipped, chosen.notes
+            self.methods, self.skipped, self.notes = prepare(self.subject)
         if outputs_of(model) == 1:
             self.notes["labels"] = ONE_LOGIT
         self.budgets = budgets(self.subject)
@@ -419,13 +420,6 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
         raise
     except UnsupportedOperation as error:
         raise InputError(f"there is no bound on rounding in {dtype}: {error}; use dtype real") from error
-
-
-def _not_of(model: Model, graph: Graph) -> list[Tensor]:
-    """The tensors that a graph reads and a copy of its network does not hold, such as those of closures in hooks."""
-    held = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    read = [tensor for node in graph.nodes for tensor in node.tensors]
-    return [tensor for tensor in read if tensor.untyped_storage().data_ptr() not in held]
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:

@@ -7,7 +7,7 @@ method so far has certified them at ε, and nothing rules a certificate out (:mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,21 +39,6 @@ def certificate(facts: MethodFacts) -> Callable[[type[Method]], type[Method]]:
     return register
 
 
-@dataclass
-class Methods:
-    """The prepared methods of a run, in order.
-
-    Attributes:
-        prepared: by name, from the cheapest to the strongest.
-        skipped: methods that staged certification leaves out for this network, with reasons.
-        notes: remarks on how methods treat this network.
-    """
-
-    prepared: dict[str, Method] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-
-
 def budgets(subject: Subject) -> dict[str, Budget]:
     """The failure probability that each method of a run may spend on an image."""
     settings = subject.settings
@@ -65,9 +50,12 @@ def budgets(subject: Subject) -> dict[str, Budget]:
     return {name: whole.split(len(random)) if name in random else Budget(0.0) for name in names}
 
 
-def prepare(subject: Subject) -> Methods:
-    """Prepares the methods of a run; staged certification leaves out what does not suit the network."""
-    settings, methods = subject.settings, Methods()
+def prepare(subject: Subject) -> tuple[dict[str, Method], dict[str, str], dict[str, str]]:
+    """The methods of a run, from the cheapest to the strongest; those that are skipped, with reasons; and remarks."""
+    settings = subject.settings
+    methods: dict[str, Method] = {}
+    skipped: dict[str, str] = {}
+    notes: dict[str, str] = {}
     staged = settings.method == STAGED
     shares = budgets(subject)
     if settings.at is not None:  # global bounds refer to pixels
@@ -75,11 +63,11 @@ def prepare(subject: Subject) -> Methods:
     for name, budget in shares.items():
         kind = CLASSES[name]
         if not staged:
-            methods.prepared[name] = kind(subject, budget)
+            methods[name] = kind(subject, budget)
         elif not kind.adds(subject):
             continue
         elif settings.at is None and not FACTS[name].deterministic and subject.too_loose:
-            methods.skipped[name] = subject.too_loose
+            skipped[name] = subject.too_loose
             continue
         else:
             try:
@@ -88,19 +76,17 @@ def prepare(subject: Subject) -> Methods:
             except (UnsupportedOperation, InputError) as error:
                 if settings.at is not None:
                     raise
-                methods.skipped[name] = str(error)
+                skipped[name] = str(error)
                 continue
             if method.seconds > settings.time:
-                methods.skipped[name] = (
-                    f"it would take about {duration(method.seconds)} per image, more than the setting time"
-                )
+                skipped[name] = f"it would take about {duration(method.seconds)} per image, more than the setting time"
                 continue
-            methods.prepared[name] = method
-        if methods.prepared[name].note:
-            methods.notes[name] = methods.prepared[name].note
-    if not methods.prepared:
-        raise InputError(f"no method suits this model: {'; '.join(methods.skipped.values())}")
-    return methods
+            methods[name] = method
+        if methods[name].note:
+            notes[name] = methods[name].note
+    if not methods:
+        raise InputError(f"no method suits this model: {'; '.join(skipped.values())}")
+    return methods, skipped, notes
 
 
 @dataclass

@@ -160,16 +160,11 @@ def _verified(matrices: Tensor) -> Tensor:
     squares = sum_squares(matrices) * INFLATE
     gram = matrices @ matrices.mT
     threshold = (torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0) * (1 + 1e-10)).clamp_min(2.0**-100)
-    bound = _above(gram, threshold)
+    relative = gram / threshold[:, None, None]
+    bound = threshold * (_verify(relative, 1.0) + UNIT * sum_squares(relative).sqrt() * INFLATE)
     rounding = 1.001 * dot_error(matrices.shape[-1]) * squares
     bounds = torch.minimum(bound + rounding, squares).sqrt() * scale * (1 + 2.0**-48)
     return torch.where(finite & ~bounds.isnan(), bounds, torch.inf)
-
-
-def _above(gram: Tensor, threshold: Tensor) -> Tensor:
-    """Upper bounds on the largest eigenvalues, close to the thresholds if these are larger; shape (B,)."""
-    relative = gram / threshold[:, None, None]
-    return threshold * (_verify(relative, 1.0) + UNIT * sum_squares(relative).sqrt() * INFLATE)
 
 
 def factor(matrix: Tensor) -> Tensor | None:

@@ -294,7 +294,11 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     runs, damaged = [], None
     for file, path in found.items():
         try:
-            runs.append(_consistent(file))
+            run = read_run(file)
+            run.refuse_false_rows()
+            if reason := next(run.contradictions(), None):
+                raise InputError(f"{file} contradicts itself: {reason}; certify the images again, into another file")
+            runs.append(run)
         except InputError as error:
             if file == path:
                 raise
@@ -307,15 +311,6 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
         if run.name in shared:
             run.name = printable(run.path.with_suffix("").as_posix())
     return runs
-
-
-def _consistent(path: Path) -> Run:
-    """The run of a file whose rows and summary do not contradict each other."""
-    run = read_run(path)
-    run.refuse_false_rows()
-    for reason in run.contradictions():
-        raise InputError(f"{path} contradicts itself: {reason}; certify the images again, into another file")
-    return run
 
 
 def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
