@@ -172,11 +172,8 @@ class L2SetAttention(L2Attention):
             mask: as in ``forward``.
             shared: the shared bias that ``forward`` gets.
 
-        Returns:
-            The bound.
-
         Raises:
-            InputError: if a shape does not fit, or a weight is not finite.
+            InputError: a shape does not fit, or a weight is not finite.
         """
         tokens = self._set_size(tuple(input_shape))
         reach = self._reach(token_norm)
@@ -300,19 +297,9 @@ class L2RotaryAttention(L2Attention):
     def forward(  # type: ignore[override]
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Like :meth:`L2Attention.forward`, with rotated tokens.
+        """:meth:`L2Attention.forward` with rotated tokens.
 
-        Args:
-            x: shape (N, tokens, dim).
-            rope: sines and cosines side by side, broadcasting to (N, heads, tokens − prefix, 2d); or None.
-            attn_mask: must be None.
-            is_causal: must be False.
-
-        Returns:
-            Shape (N, tokens, dim_out).
-
-        Raises:
-            InputError: if a mask is given.
+        ``rope`` holds sines and cosines side by side, and broadcasts to (N, heads, tokens − prefix, 2d).
         """
         self.refuse_mask(attn_mask, is_causal)
         z = self._turned(self._queries(x), rope, 1)
@@ -340,19 +327,7 @@ class L2RotaryAttention(L2Attention):
     def lipschitz(
         self, input_shape: tuple[int, ...], token_norm: Upper | None = None, rope: Tensor | None = None
     ) -> Bound:
-        """An upper bound on the Lipschitz constant; proof in the module docstring.
-
-        Args:
-            input_shape: (tokens, dim).
-            token_norm: a bound on the norm of every input token, if there is one.
-            rope: the sines and cosines that ``forward`` gets.
-
-        Returns:
-            The bound.
-
-        Raises:
-            InputError: if the shape does not fit, or a weight is not finite.
-        """
+        """:meth:`L2Attention.lipschitz`, for the sines and cosines that ``forward`` gets; see the module docstring."""
         tokens = self._tokens(input_shape)
         rho = self._largest_turn(rope)
         reach = self._reach(None if token_norm is None else token_norm * rho)

@@ -156,11 +156,8 @@ class L2Attention(nn.Module):
             token_norm: a bound on the norm of every input token, if there is one. Then the constant holds only for such
                 inputs, and is smaller for smaller bounds.
 
-        Returns:
-            The bound.
-
         Raises:
-            InputError: if the shape does not fit, or a weight is not finite.
+            InputError: the shape does not fit, or a weight is not finite.
         """
         tokens = self._tokens(input_shape)
         gain = with_slope(partial(uniform_gain, tokens), self._reach(token_norm))

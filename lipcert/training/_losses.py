@@ -129,9 +129,6 @@ def teacher_loss(logits: Tensor, of_teacher: Tensor) -> Tensor:
     Args:
         logits: those of the student, divided by its temperature, shape (N, classes).
         of_teacher: those of the teacher, of the same shape.
-
-    Returns:
-        The loss.
     """
     return F.kl_div(logits.log_softmax(1), of_teacher.log_softmax(1), reduction="batchmean", log_target=True)
 
@@ -149,9 +146,6 @@ def emma_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> 
         labels: the classes y, shape (N,).
         constants: K_yj, Lipschitz constants of f_y − f_j, shape (N, classes), 0 where j = y.
         eps: ε in ℓ2 on pixels.
-
-    Returns:
-        The loss.
     """
     return F.cross_entropy(_levelled(logits, labels, constants, eps), labels)
 
@@ -182,17 +176,7 @@ def annealed_loss(
     Source: Lai, Huang, Kung and Chen, "Enhancing certified robustness via block reflector orthogonal layers and logit
     annealing loss", ICML 2025 (arXiv 2505.15174), section 5.
 
-    Args:
-        logits: f, shape (N, classes).
-        labels: the classes y, shape (N,).
-        constants: K_yj, as in :func:`emma_loss`.
-        eps: ε in ℓ2 on pixels.
-        offset: ξ.
-        temperature: T.
-        exponent: γ.
-
-    Returns:
-        The loss.
+    ``offset`` is ξ, ``temperature`` T and ``exponent`` γ; the other arguments are those of :func:`emma_loss`.
     """
     moved = _levelled(logits, labels, constants, eps)
     offsets = torch.zeros_like(moved).scatter(1, labels[:, None], offset)
@@ -205,16 +189,7 @@ def fixed_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) ->
 
     With K_yj = √2 K, K the constant of the logits, this is Lipschitz margin training: Tsuzuku, Sato and Sugiyama,
     NeurIPS 2018 (arXiv 1802.04034), section 4. With the rows of the head it is the fixed margin of Hu et al. 2023
-    (arXiv 2301.12549), appendix A.
-
-    Args:
-        logits: f, shape (N, classes).
-        labels: the classes y, shape (N,).
-        constants: K_yj, shape (N, classes), 0 where j = y.
-        eps: ε in ℓ2 on pixels.
-
-    Returns:
-        The loss.
+    (arXiv 2301.12549), appendix A. The arguments are those of :func:`emma_loss`.
     """
     return F.cross_entropy(logits + eps * constants, labels)
 
@@ -231,16 +206,9 @@ def bottom(logits: Tensor, constants: Tensor, eps: float) -> Tensor:
 def gloro_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float) -> Tensor:
     """Cross-entropy of (f, f_⊥), where the class ⊥ is never the right one.
 
+    The arguments are those of :func:`emma_loss`, but ``constants`` are K_ŷj for the predicted classes ŷ.
+
     Source: Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021 (arXiv 2102.08452), section 3.
-
-    Args:
-        logits: f, shape (N, classes).
-        labels: shape (N,).
-        constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
-        eps: ε in ℓ2 on pixels.
-
-    Returns:
-        The loss.
     """
     return F.cross_entropy(torch.cat([logits, bottom(logits, constants, eps)[:, None]], 1), labels)
 
@@ -254,15 +222,7 @@ def trades_loss(logits: Tensor, labels: Tensor, constants: Tensor, eps: float, w
     Source: Leino, Wang, Fredrikson, "Globally-robust neural networks", ICML 2021, with the loss of Zhang et al.,
     "Theoretically principled trade-off between robustness and accuracy", ICML 2019.
 
-    Args:
-        logits: f, shape (N, classes).
-        labels: shape (N,).
-        constants: K_ŷj for the predicted classes ŷ, shape (N, classes).
-        eps: ε in ℓ2 on pixels.
-        weight: the factor of the divergence.
-
-    Returns:
-        The loss.
+    ``weight`` is the factor of the divergence; the other arguments are those of :func:`gloro_loss`.
     """
     clean = logits.logsumexp(1)
     divergence = torch.logaddexp(clean, bottom(logits, constants, eps)) - clean
