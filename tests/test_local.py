@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lipcert import Model
 from lipcert.bounds import MarginBounds, analyze, margins, per_image, radii
-from lipcert.bounds._box import Walk
+from lipcert.bounds._box import Propagation
 from lipcert.bounds._masked import core_of
 from lipcert.certifier import Local
 from lipcert.errors import InputError, UnsupportedOperation
@@ -326,12 +326,12 @@ def test_boxes_and_constants_hold_at_points_of_the_ball(net: Model, radius: floa
     images = torch.rand(3, *SIZE, dtype=torch.float64)
     eps = radius * torch.tensor([1.0, 0.3, 2.0], dtype=torch.float64)
     with torch.no_grad():
-        walk = Walk(local.boxes, local._nominal(images), eps)
+        propagation = Propagation(local.boxes, local._nominal(images), eps)
     for n in range(len(images)):
         samples = points(net, images[n], eps[n].item())
         with torch.no_grad():
             reached = [evaluate(local.boxes.graph.nodes, {local.boxes.graph.input: sample[None]}) for sample in samples]
-        for node, state in walk.states.items():
+        for node, state in propagation.states.items():
             values = torch.stack([known[node] for known in reached])
             assert (values <= state.value[n] + state.up[n]).all(), node
             assert (values >= state.value[n] - state.down[n]).all(), node
@@ -381,13 +381,13 @@ def test_radii_are_never_below_those_of_gloro_and_stand_at_what_they_say(net: Mo
     better = found > gloro * 1.02
     constants = local.constants(images, predicted, found)
     with torch.no_grad():
-        boxes = Walk(local.boxes, local._nominal(images), found)
+        boxes = Propagation(local.boxes, local._nominal(images), found)
         rise = local._margin_boxes(boxes, predicted)
     reach = torch.minimum(constants * found[:, None], rise)
     assert ((gaps >= reach * (1 - 1e-9)).all(1) | ~better).all()
     beyond = found * 1.02
     with torch.no_grad():
-        reach = local._margin_boxes(Walk(local.boxes, local._nominal(images), beyond), predicted)
+        reach = local._margin_boxes(Propagation(local.boxes, local._nominal(images), beyond), predicted)
     reach = torch.minimum(local.constants(images, predicted, beyond) * beyond[:, None], reach)
     assert (gaps <= reach).any(1).all()
 

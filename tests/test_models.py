@@ -102,12 +102,12 @@ def _answers(**answers):
 def _moves_by(share):
     """sin(2x) moves by at most twice what x does."""
 
-    def answer(walk, node, x):
-        return walk.result(node, x.up * 2 * share, x.down * 2 * share, (x,))
+    def answer(propagation, node, x):
+        return propagation.result(node, x.up * 2 * share, x.down * 2 * share, (x,))
 
-    def symmetric(walk, node, x):
+    def symmetric(propagation, node, x):
         reach = torch.maximum(x.up, x.down) * 2 * share
-        return walk.result(node, reach, reach, (x,))
+        return propagation.result(node, reach, reach, (x,))
 
     return symmetric if share == 1 else answer
 

@@ -41,7 +41,7 @@ def halved(x: Tensor) -> Tensor:
 
 def test_all_answers_of_an_operation_stand_in_one_rule() -> None:
     rule(halved, linear=True)(lambda call, x: Value(x.shape, x.lip / 2))
-    box(halved)(lambda walk, node, x: x)
+    box(halved)(lambda propagation, node, x: x)
     rounding(halved)(lambda node, operands, fmt: operands[0].nominal)
     found = RULES[halved]
     assert None not in (found.lipschitz, found.box, found.rounding)

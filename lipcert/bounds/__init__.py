@@ -5,7 +5,7 @@
 
 from lipcert.bounds import rules as _rules  # fills the registry
 from lipcert.bounds._arguments import arguments, by_operand, replayed
-from lipcert.bounds._box import Boxes, Nominal, State, Walk
+from lipcert.bounds._box import Boxes, Nominal, Propagation, State
 from lipcert.bounds._global import (
     Analysis,
     Progress,

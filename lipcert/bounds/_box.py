@@ -1,4 +1,4 @@
-"""Boxes and local Lipschitz constants on balls around N images, computed in one walk over the captured network.
+"""Boxes and local Lipschitz constants on balls around N images, computed in one pass over the captured network.
 
 For perturbations ‖δ‖ ≤ ε of an image x, every value v of the network gets
 
@@ -104,7 +104,7 @@ class Factors:
         if self.local:
             pays |= _varies(inner) | _varies(outer)
         if bool(pays.any()):
-            draw = None if self.core.exact else self.base.walk.draw(node, pays)
+            draw = None if self.core.exact else self.base.propagation.draw(node, pays)
             norms[pays] = self.core.norms(outer[pays], inner[pays], draw)
         return norms
 
@@ -114,7 +114,7 @@ class State:
     """Box and local constant of one value for all images; see the module docstring.
 
     Attributes:
-        walk: the walk that computes it.
+        propagation: the pass that computes it.
         node: the operation.
         up, down: the box, as distances from the nominal value.
         sources: the values that it is computed from.
@@ -123,7 +123,7 @@ class State:
         bounded: computes another bound on K; called at most once, and only if needed.
     """
 
-    walk: Walk
+    propagation: Propagation
     node: Node
     up: Tensor
     down: Tensor
@@ -139,7 +139,7 @@ class State:
     @property
     def value(self) -> Tensor:
         """The nominal value, shape (N, ...)."""
-        return self.walk.value(self.node)
+        return self.propagation.value(self.node)
 
     @property
     def factors(self) -> Factors | None:
@@ -149,13 +149,13 @@ class State:
     @property
     def lip(self) -> Upper:
         """L."""
-        return self.walk.boxes.values[self.node].lip
+        return self.propagation.boxes.values[self.node].lip
 
     @cached_property
     def constant(self) -> Tensor:
         """K for each image, at most the global constant."""
         most = float(self.lip)
-        bound = torch.full_like(self.walk.eps, most)
+        bound = torch.full_like(self.propagation.eps, most)
         if self.sources:
             shares = torch.stack([source.share for source in self.sources]).amax(0)
             bound = torch.minimum(bound, (shares * most).nan_to_num(nan=math.inf))
@@ -170,9 +170,9 @@ class State:
     def share(self) -> Tensor:
         """A q ≤ 1 with K ≤ q·L, for this value and for all values that the global analysis folded into it."""
         if self.lip == 0:
-            return torch.zeros_like(self.walk.eps)
+            return torch.zeros_like(self.propagation.eps)
         share = (self.constant / float(self.lip) * INFLATE).nan_to_num(nan=1.0).clamp_max(1.0)
-        if self.node in self.walk.boxes.folded:
+        if self.node in self.propagation.boxes.folded:
             share = torch.stack([share, *(source.share for source in self.sources)]).amax(0)
         return share
 
@@ -204,7 +204,7 @@ def ratio(after: Upper, before: Upper) -> float:
 
 
 class Boxes:
-    """The captured network, prepared for walks."""
+    """The captured network, prepared for propagation."""
 
     def __init__(self, analysis: Analysis):
         self.graph: Graph = needed(analysis.graph)
@@ -227,7 +227,7 @@ class Boxes:
         images = images[:, None]
         values = self.graph.values(images, self.values)
         nominal = Nominal(values, {node: torch.zeros_like(value) for node, value in values.items()})
-        centre = Walk(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
+        centre = Propagation(self, nominal, torch.zeros(len(images), dtype=torch.float64, device=images.device))
         nominal.errors = {node: state.reach for node, state in centre.states.items()}
         return nominal
 
@@ -244,8 +244,8 @@ class Nominal:
         return Nominal({n: v[index] for n, v in self.values.items()}, {n: e[index] for n, e in self.errors.items()})
 
 
-class Walk:
-    """One walk over the network, for balls of radius ``eps``, shape (N,).
+class Propagation:
+    """Boxes and constants of all values of the network, for balls of radius ``eps``, shape (N,).
 
     With ``eps`` = 0 and errors 0 the boxes contain the rounding errors alone.
     """
@@ -319,21 +319,21 @@ class Walk:
         return self.value(node).abs() * factor
 
 
-def unknown(walk: Walk, node: Node, *operands: State) -> State:
+def unknown(propagation: Propagation, node: Node, *operands: State) -> State:
     """For an operation with only a global constant: every entry moves by at most K·ε."""
-    value, lip = walk.value(node), walk.boxes.values[node].lip
-    if walk.zero_radius:
-        moved = torch.zeros_like(walk.eps)
+    value, lip = propagation.value(node), propagation.boxes.values[node].lip
+    if propagation.zero_radius:
+        moved = torch.zeros_like(propagation.eps)
         for x in operands:
             most = l2_norm(per_image(x.reach), 1) * ratio(lip, x.lip)
             moved = torch.maximum(moved, torch.where(top(x.reach) > 0, most, 0.0))
         error = moved * len(operands) * INFLATE + top(value.abs()) * EVALUATION
         reach = over(error, value).expand_as(value)
-        return walk.result(node, reach, reach, operands)
+        return propagation.result(node, reach, reach, operands)
     wide = torch.full_like(value, math.inf)
-    constant = walk.result(node, wide, wide, operands).constant
-    up, down = walk.within(node, wide, wide, over(constant * walk.eps * INFLATE, value))
-    return walk.result(node, up, down, operands)
+    constant = propagation.result(node, wide, wide, operands).constant
+    up, down = propagation.within(node, wide, wide, over(constant * propagation.eps * INFLATE, value))
+    return propagation.result(node, up, down, operands)
 
 
 def extended(x: State, weight: Tensor, local: bool = False) -> Factors:
@@ -343,43 +343,43 @@ def extended(x: State, weight: Tensor, local: bool = False) -> Factors:
     return Factors(x, None, torch.ones_like(x.value), weight, local)
 
 
-def operator(walk: Walk, node: Node, x: State, *others: State) -> State:
+def operator(propagation: Propagation, node: Node, x: State, *others: State) -> State:
     """For a matrix or convolution: interval ∩ ball, with the row norms of A·diag(inner)."""
-    core = walk.boxes.cores.get(node)
+    core = propagation.boxes.cores.get(node)
     if core is None:
-        return unknown(walk, node, x, *others)
+        return unknown(propagation, node, x, *others)
     ones = torch.ones_like(x.value)
     scales = x.factors if x.factors is not None and x.factors.core is None else Factors(x, None, ones, ones)
     base, inner = scales.base, scales.inner * scales.outer
     up, down = core.interval(x.up, x.down)
     rounding = core.rounding(x.value)
     up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
-    if not walk.zero_radius:
+    if not propagation.zero_radius:
         rows = core.row_norms(inner * base.moving)
-        up, down = walk.within(node, up, down, rows * over(base.constant * walk.eps, rows))
-    return walk.result(
-        node, up, down, factors=Factors(base, core, inner, torch.ones_like(walk.value(node)), scales.local)
+        up, down = propagation.within(node, up, down, rows * over(base.constant * propagation.eps, rows))
+    return propagation.result(
+        node, up, down, factors=Factors(base, core, inner, torch.ones_like(propagation.value(node)), scales.local)
     )
 
 
-def scaled(walk: Walk, node: Node, x: State, scale: Tensor) -> State:
+def scaled(propagation: Propagation, node: Node, x: State, scale: Tensor) -> State:
     """For entrywise multiplication by constants that broadcast over the value, and a constant shift."""
     positive, negative = scale.clamp_min(0) * INFLATE, (-scale).clamp_min(0) * INFLATE
     up, down = positive * x.up + negative * x.down, positive * x.down + negative * x.up
-    rounding = walk.rounded(node) + (x.value * scale).abs() * 2.0**-48
+    rounding = propagation.rounded(node) + (x.value * scale).abs() * 2.0**-48
     weight = (scale.abs() * INFLATE).expand_as(x.value[:1]).expand_as(x.value)
-    return walk.result(node, up, down, factors=extended(x, weight), rounding=rounding)
+    return propagation.result(node, up, down, factors=extended(x, weight), rounding=rounding)
 
 
-def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
+def nonnegative(propagation: Propagation, node: Node, *operands: State) -> State:
     """For affine operations with weights ≥ 0: f(up) − f(0).
 
     f(0) consists of copied constants, so it cancels exactly.
     """
     order = list(dict.fromkeys(node.operands))
-    if not all(operand in walk.states for operand in order):
-        return unknown(walk, node, *operands)
-    states = [walk.states[operand] for operand in order]
+    if not all(operand in propagation.states for operand in order):
+        return unknown(propagation, node, *operands)
+    states = [propagation.states[operand] for operand in order]
     zero = replayed(node, *(torch.zeros_like(x.value) for x in states))
     up = (replayed(node, *(x.up for x in states)) - zero) * INFLATE
     down = (replayed(node, *(x.down for x in states)) - zero) * INFLATE
@@ -390,16 +390,16 @@ def nonnegative(walk: Walk, node: Node, *operands: State) -> State:
     constant = None
     if tagged(node, Tag.JOINS) and len(states) == len(node.operands):
         constant = lambda: root_sum(*(x.constant for x in states)) * INFLATE  # noqa: E731
-    return walk.result(node, up, down, states, constant=constant, rounding=rounding)
+    return propagation.result(node, up, down, states, constant=constant, rounding=rounding)
 
 
-def monotone(walk: Walk, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def monotone(propagation: Propagation, node: Node, x: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """For an exactly computed, increasing function: the box, and the function's values at both ends."""
-    low, middle, high = replayed(node, x.low), walk.value(node), replayed(node, x.high)
+    low, middle, high = replayed(node, x.low), propagation.value(node), replayed(node, x.high)
     return gap(high, middle), gap(middle, low), low, high
 
 
-def clip(walk: Walk, node: Node, x: State) -> State:
+def clip(propagation: Propagation, node: Node, x: State) -> State:
     """For clipping: slope 1 between two limits, 0 outside; constant where both ends of the box give the same value."""
-    up, down, low, high = monotone(walk, node, x)
-    return walk.result(node, up, down, factors=extended(x, (high > low).double(), local=True))
+    up, down, low, high = monotone(propagation, node, x)
+    return propagation.result(node, up, down, factors=extended(x, (high > low).double(), local=True))

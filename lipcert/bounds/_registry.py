@@ -76,7 +76,7 @@ class Rule:
         lipschitz: the Lipschitz constant of the result over all images. ``lipschitz(call, *args, **kwargs) -> Value``
             is called with a :class:`Call` and the operation's own arguments; those that depend on the image are
             :class:`~lipcert.bounds.Value` objects. Registered by :func:`rule`.
-        box: the range of each entry in a ball around an image. ``box(walk, node, *operands) -> State``, with operands
+        box: the range of each entry in a ball around an image. ``box(propagation, node, *operands) -> State``,
             as :class:`~lipcert.bounds.State`. Registered by :func:`box`. Without one, every entry is assumed to move as
             far as the Lipschitz constant allows.
         inactive: whether the box finds units that are constant in the ball, which local constants leave out.

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from lipcert.bounds import Analysis, Boxes, NoAnswer, Operand, Walk, analyze, kept_whole, local_error, remainder_of
+from lipcert.bounds import Analysis, Boxes, NoAnswer, Operand, analyze, kept_whole, local_error, remainder_of
+from lipcert.bounds._box import Propagation
 from lipcert.bounds.rules.expansions import explicit_attention
 from lipcert.errors import InputError
 from lipcert.graph import Node, capture, evaluate, needed
@@ -113,7 +114,7 @@ def _in_boxes(module: nn.Module, analysis: Analysis, images: list[Tensor], draw:
     boxes, at = Boxes(analysis), torch.stack(images)
     nominal = boxes.nominal(at[:, 0])
     for radius in _RADII:
-        output = Walk(boxes, nominal, torch.full((len(at),), radius, dtype=torch.float64)).output
+        output = Propagation(boxes, nominal, torch.full((len(at),), radius, dtype=torch.float64)).output
         for _ in range(5):
             delta = torch.randn(at.shape, generator=draw, dtype=torch.float64)
             delta = radius * delta / delta.flatten(1).norm(dim=1).reshape(-1, *[1] * (delta.dim() - 1))

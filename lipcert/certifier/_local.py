@@ -16,8 +16,8 @@ from lipcert.bounds import (
     Core,
     MarginBounds,
     Nominal,
+    Propagation,
     State,
-    Walk,
     analyze,
     per_image,
     radii,
@@ -64,7 +64,7 @@ class Local:
     @torch.no_grad()
     def bound(self, images: Tensor, eps: Tensor) -> Tensor:
         """Lipschitz constants of the logits on the balls of radius ``eps`` around the images."""
-        return self._walk(self._nominal(images), eps).output.constant
+        return self._propagate(self._nominal(images), eps).output.constant
 
     @torch.no_grad()
     def constants(self, images: Tensor, predicted: Tensor, eps: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class Local:
         If the last operation is a matrix applied to a value with constant K, this is ‖(w_y − w_j)·diag(m)‖·K with m the
         mask of the units that move. Otherwise it is √2 times the constant of the logits.
         """
-        walk = self._walk(self._nominal(images), eps)
-        return self._margin_constants(walk, predicted.to(self.model.device)).cpu()
+        propagation = self._propagate(self._nominal(images), eps)
+        return self._margin_constants(propagation, predicted.to(self.model.device)).cpu()
 
     @torch.no_grad()
     def radius(
@@ -113,15 +113,15 @@ class Local:
     ) -> Tensor:
         """Whether the margins of the images at ``index`` stay positive on balls of radius ``eps``, both of shape (n,).
 
-        Each walk has its own part of the ledger, because its radius depends on earlier walks. The parts are numbered by
-        the steps of the search, which do not depend on the other images.
+        Each propagation has its own part of the ledger, because its radius depends on earlier ones. The parts are
+        numbered by the steps of the search, which do not depend on the other images.
         """
         where = index.to(self.model.device)
-        walk = self._walk(nominal.select(where), eps, ledger.only(index))
+        propagation = self._propagate(nominal.select(where), eps, ledger.only(index))
         classes, margin = predicted[where], margins[where]
-        reach = self._margin_constants(walk, classes) * walk.eps[:, None]
-        reach = torch.minimum(reach, self._margin_boxes(walk, classes))
-        errors = per_image(walk.nominal.errors[self.boxes.graph.output])
+        reach = self._margin_constants(propagation, classes) * propagation.eps[:, None]
+        reach = torch.minimum(reach, self._margin_boxes(propagation, classes))
+        errors = per_image(propagation.nominal.errors[self.boxes.graph.output])
         margin = margin - (errors + errors.gather(1, classes[:, None])) * INFLATE
         others = torch.ones_like(margin, dtype=torch.bool).scatter_(1, classes[:, None], False)
         return ((margin > reach * INFLATE) | ~others).all(1).cpu()
@@ -132,17 +132,17 @@ class Local:
     def _ledger(self, images: int) -> Ledger:
         return Budget(self.delta).ledger(images, seed_of(self.model))
 
-    def _walk(self, nominal: Nominal, eps: Tensor, ledger: Ledger | None = None) -> Walk:
-        # A walk computes at most one norm per operation, and a radius needs at most _EVALUATIONS walks.
+    def _propagate(self, nominal: Nominal, eps: Tensor, ledger: Ledger | None = None) -> Propagation:
+        # A propagation computes at most one norm per operation, and a radius needs at most _EVALUATIONS of them.
         charge = Budget(self.delta).split(self.calls * _EVALUATIONS * len(self.boxes.graph.nodes)).delta
         ledger = self._ledger(len(eps)) if ledger is None else ledger
         eps = eps.to(self.model.device, torch.float64).clamp_min(_SMALLEST)
-        return Walk(self.boxes, nominal, eps, ledger if self.delta else None, charge)
+        return Propagation(self.boxes, nominal, eps, ledger if self.delta else None, charge)
 
-    def _head(self, walk: Walk) -> tuple[Core, State, Tensor] | None:
+    def _head(self, propagation: Propagation) -> tuple[Core, State, Tensor] | None:
         """The last matrix, its operand, and the weights of its columns; None if no matrix computes the logits."""
-        factors = walk.output.factors
-        if factors is None or factors.core is None or walk.boxes.graph.output not in walk.boxes.cores:
+        factors = propagation.output.factors
+        if factors is None or factors.core is None or propagation.boxes.graph.output not in propagation.boxes.cores:
             return None
         core, base = factors.core, factors.base
         return (core, base, per_image(factors.inner * base.moving)) if len(core.input_shape) == 2 else None
@@ -151,10 +151,10 @@ class Local:
         """w_j − w_y, shape (N, classes, features)."""
         return core.weight - core.weight[predicted][:, None]
 
-    def _margin_constants(self, walk: Walk, predicted: Tensor) -> Tensor:
-        head = self._head(walk)
+    def _margin_constants(self, propagation: Propagation, predicted: Tensor) -> Tensor:
+        head = self._head(propagation)
         classes = self.boxes.graph.output.shape[-1]
-        constants = (walk.output.constant * (math.sqrt(2) * INFLATE))[:, None].expand(-1, classes)
+        constants = (propagation.output.constant * (math.sqrt(2) * INFLATE))[:, None].expand(-1, classes)
         if head is not None:
             core, base, weights = head
             rows = l2_norm(self._differences(core, predicted) * weights[:, None], 2)
@@ -163,13 +163,13 @@ class Local:
         constants = torch.minimum(constants, self.everywhere.of(predicted.cpu()).to(constants.device))
         return constants.scatter(1, predicted[:, None], 0.0)
 
-    def _margin_boxes(self, walk: Walk, predicted: Tensor) -> Tensor:
+    def _margin_boxes(self, propagation: Propagation, predicted: Tensor) -> Tensor:
         """The largest increase of f_j − f_y in the boxes, shape (N, classes)."""
-        if self._head(walk) is None:
-            up, down = per_image(walk.output.up), per_image(walk.output.down)
+        if self._head(propagation) is None:
+            up, down = per_image(propagation.output.up), per_image(propagation.output.down)
             return (up + down.gather(1, predicted[:, None])) * INFLATE
-        core = walk.boxes.cores[walk.boxes.graph.output]
-        features = walk.states[self.boxes.graph.output.operands[0]]
+        core = propagation.boxes.cores[propagation.boxes.graph.output]
+        features = propagation.states[self.boxes.graph.output.operands[0]]
         rows = self._differences(core, predicted)
         up, down = per_image(features.up)[:, :, None], per_image(features.down)[:, :, None]
         rise = (rows.clamp_min(0) @ up + (-rows).clamp_min(0) @ down).squeeze(2)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments, replayed
-from lipcert.bounds._box import EVALUATION, State, Walk, clip, extended, gap, over, ratio, unknown
+from lipcert.bounds._box import EVALUATION, Propagation, State, clip, extended, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
 from lipcert.bounds._kinks import Kinked, KinkedEntries, kinked
 from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, jacobian, rounding, rule, tag
@@ -101,15 +101,15 @@ def _apply(x: Value, phi: Activation) -> Value:
     return result
 
 
-def entrywise_box(walk: Walk, node: Node, x: State) -> State:
+def entrywise_box(propagation: Propagation, node: Node, x: State) -> State:
     """|φ'| ≤ L: every entry deviates by at most L times the deviation of its operand."""
-    gain = ratio(walk.boxes.values[node].lip, x.lip)
+    gain = ratio(propagation.boxes.values[node].lip, x.lip)
     if not math.isfinite(gain):
-        return unknown(walk, node, x)
+        return unknown(propagation, node, x)
     reach = x.reach * gain * INFLATE
-    rounding = per_image(walk.value(node).abs()).amax(1) * EVALUATION
+    rounding = per_image(propagation.value(node).abs()).amax(1) * EVALUATION
     factors = extended(x, torch.full_like(x.value, gain))
-    return walk.result(node, reach, reach, factors=factors, rounding=over(rounding, reach).expand_as(reach))
+    return propagation.result(node, reach, reach, factors=factors, rounding=over(rounding, reach).expand_as(reach))
 
 
 def _rounds(*targets: Any, error: Callable[[Tensor, Format], Tensor]) -> None:
@@ -245,9 +245,9 @@ class LogSigmoid(Smooth):
 
 
 @box("neg")
-def negated_box(walk: Walk, node: Node, x: State) -> State:
+def negated_box(propagation: Propagation, node: Node, x: State) -> State:
     """The upper and the lower deviation are exchanged."""
-    return walk.result(node, x.down, x.up, factors=extended(x, torch.ones_like(x.value)))
+    return propagation.result(node, x.down, x.up, factors=extended(x, torch.ones_like(x.value)))
 
 
 box("relu", inactive=True)(clip)
@@ -326,17 +326,17 @@ def leaky_relu(call: Call, x: Value, weight: Tensor | float = 0.01, inplace: boo
 
 
 @box("leaky_relu", "prelu", inactive=True)
-def leaky_relu_box(walk: Walk, node: Node, x: State) -> State:
+def leaky_relu_box(propagation: Propagation, node: Node, x: State) -> State:
     """The slope of one side if the interval lies on that side, else the larger one; monotone for slopes ≥ 0."""
     slope = _slopes(node, x.value.dim() - 1)[1].to(x.value.device).expand_as(x.value)
     if bool((slope < 0).any()):
-        return entrywise_box(walk, node, x)
+        return entrywise_box(propagation, node, x)
     low, high = x.low, x.high
-    up, down = gap(replayed(node, high), walk.value(node)), gap(walk.value(node), replayed(node, low))
+    up, down = gap(replayed(node, high), propagation.value(node)), gap(propagation.value(node), replayed(node, low))
     weight = torch.where(high <= 0, slope, torch.where(low >= 0, 1.0, slope.clamp_min(1)))
     error = torch.maximum(low.abs(), high.abs()) * slope * 2.0**-51
     factors = extended(x, weight, local=True)
-    return walk.result(node, up, down, factors=factors, rounding=torch.where(x.reach > 0, error, 0.0))
+    return propagation.result(node, up, down, factors=factors, rounding=torch.where(x.reach > 0, error, 0.0))
 
 
 @remainder("leaky_relu", "prelu")
@@ -447,9 +447,11 @@ def clamp(call: Call, x: Value, min: Any = None, max: Any = None) -> Value:
 
 
 @box("clamp", inactive=True)
-def clamp_box(walk: Walk, node: Node, x: State, *others: State) -> State:
+def clamp_box(propagation: Propagation, node: Node, x: State, *others: State) -> State:
     """Constant limits clip as a ReLU does; for other limits the Lipschitz constant is used."""
-    return unknown(walk, node, x, *others) if others or node.shape != tuple(x.value.shape[1:]) else clip(walk, node, x)
+    if others or node.shape != tuple(x.value.shape[1:]):
+        return unknown(propagation, node, x, *others)
+    return clip(propagation, node, x)
 
 
 def clips(*targets: Any, limits: Callable[[Node], Sequence[Any]]) -> None:

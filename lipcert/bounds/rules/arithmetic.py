@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._box import State, Walk, scaled, unknown
+from lipcert.bounds._box import Propagation, State, scaled, unknown
 from lipcert.bounds._jacobian import Bounds, bilinear, copies, evenly
 from lipcert.bounds._registry import (
     Call,
@@ -161,7 +161,7 @@ def _shifted(call: Call, x: Value, constant: Any, alpha: float = 1) -> Value:
 
 
 @box("add", "sub")
-def sum_box(walk: Walk, node: Node, *operands: State) -> State:
+def sum_box(propagation: Propagation, node: Node, *operands: State) -> State:
     """x ± αy. For two values ‖δ(x ± αy)‖ ≤ K_x + |α| K_y, or the constant of the folded map; a constant only shifts."""
     args = arguments(node)
     alpha = float(args.get("alpha", 1))
@@ -169,16 +169,16 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
     signed = ((first, 1.0), (second, alpha if node.op == "add" else -alpha))
     moving = [(x, sign) for x, sign in signed if isinstance(x, Node)]
     if not moving:
-        return unknown(walk, node, *operands)
-    states = [(walk.states[x], sign) for x, sign in moving]
-    rounding = walk.rounded(node)
+        return unknown(propagation, node, *operands)
+    states = [(propagation.states[x], sign) for x, sign in moving]
+    rounding = propagation.rounded(node)
     if len(states) == 1:
         x, sign = states[0]
         if tuple(x.value.shape[1:]) != node.shape:
-            return unknown(walk, node, *operands)
+            return unknown(propagation, node, *operands)
         rounding = rounding + x.value.abs() * 2.0**-48
-        state = scaled(walk, node, x, x.value.new_full((1,) * x.value.dim(), sign))
-        return walk.result(node, state.up, state.down, factors=state.factors, rounding=rounding)
+        state = scaled(propagation, node, x, x.value.new_full((1,) * x.value.dim(), sign))
+        return propagation.result(node, state.up, state.down, factors=state.factors, rounding=rounding)
     up: Tensor | float = 0.0
     down: Tensor | float = 0.0
     constants: list[tuple[State, float]] = []
@@ -198,7 +198,7 @@ def sum_box(walk: Walk, node: Node, *operands: State) -> State:
         return torch.stack([x.constant * size for x, size in constants]).sum(0) * INFLATE
 
     up, down = (up + rounding) * INFLATE, (down + rounding) * INFLATE
-    return walk.result(node, up, down, operands, constant=constant)
+    return propagation.result(node, up, down, operands, constant=constant)
 
 
 @rounding("add", "sub")
@@ -415,16 +415,16 @@ def _constant_factor(node: Node, x: State, constant: Any) -> Tensor | None:
 
 
 @box("mul", "div")
-def times_box(walk: Walk, node: Node, *operands: State) -> State:
+def times_box(propagation: Propagation, node: Node, *operands: State) -> State:
     """Products and quotients with a constant scale the deviations."""
     args = arguments(node)
     first, second = args["input"], args["other"]
     if len(operands) != 1 or len(node.operands) != 1 or (node.op == "div" and isinstance(second, Node)):
-        return unknown(walk, node, *operands)
+        return unknown(propagation, node, *operands)
     factor = _constant_factor(node, operands[0], second if isinstance(first, Node) else first)
     if factor is None:
-        return unknown(walk, node, *operands)
-    return scaled(walk, node, operands[0], 1 / factor if node.op == "div" else factor)
+        return unknown(propagation, node, *operands)
+    return scaled(propagation, node, operands[0], 1 / factor if node.op == "div" else factor)
 
 
 @rounding("mul", "div")

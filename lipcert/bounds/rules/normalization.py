@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments
-from lipcert.bounds._box import State, Walk, scaled
+from lipcert.bounds._box import Propagation, State, scaled
 from lipcert.bounds._jacobian import evenly
 from lipcert.bounds._registry import Call, NoAnswer, Schur, box, rounding, rule
 from lipcert.bounds._rounding import Operand, size_and_cast
@@ -59,7 +59,7 @@ def batch_norm(
 
 
 @box("batch_norm")
-def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
+def batch_norm_box(propagation: Propagation, node: Node, x: State) -> State:
     """In evaluation mode a scale per channel, with rounding errors relative to x·scale and to the shift."""
     args = arguments(node)
     scale = (args["running_var"].double() + args.get("eps", 1e-5)).rsqrt()
@@ -67,9 +67,9 @@ def batch_norm_box(walk: Walk, node: Node, x: State) -> State:
         scale = scale * args["weight"].detach().double()
     scale = scale.reshape(1, 1, -1, *[1] * (x.value.dim() - 3))
     shift = args["running_mean"].double().reshape(scale.shape) * scale
-    state = scaled(walk, node, x, scale)
+    state = scaled(propagation, node, x, scale)
     slack = shift.abs() * 2.0**-48
-    return walk.result(node, state.up, state.down, factors=state.factors, rounding=slack.expand_as(x.value))
+    return propagation.result(node, state.up, state.down, factors=state.factors, rounding=slack.expand_as(x.value))
 
 
 @rounding("batch_norm")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments, per_axis, replayed
-from lipcert.bounds._box import State, Walk, extended, monotone, nonnegative
+from lipcert.bounds._box import Propagation, State, extended, monotone, nonnegative
 from lipcert.bounds._jacobian import selecting
 from lipcert.bounds._kinks import Kinked
 from lipcert.bounds._registry import Call, NoAnswer, Schur, Tag, box, jacobian, rounding, rule, tag
@@ -147,15 +147,15 @@ def largest_adaptively(call: Call, x: Value, output_size: object, return_indices
 
 
 @box("max_pool2d", inactive=True)
-def max_pool_box(walk: Walk, node: Node, x: State) -> State:
+def max_pool_box(propagation: Propagation, node: Node, x: State) -> State:
     """An entry that cannot be the largest of a window in the ball does not count for that window.
 
     |max a − max b| ≤ max|a_j − b_j| over the entries j that can be the largest of the window. Let n_j be the number of
     windows with a variable result in which j can be the largest. Then ‖δv‖² ≤ Σ_w Σ_{j ∈ w} δ_j² = Σ_j n_j δ_j².
     """
-    up, down, low, high = monotone(walk, node, x)
+    up, down, low, high = monotone(propagation, node, x)
     if arguments(node).get("ceil_mode") or len(node.shape) != 4:
-        return walk.result(node, up, down, (x,))
+        return propagation.result(node, up, down, (x,))
     size, stride, padding, dilation = _geometry(node)
     image = tuple(x.value.shape[-2:])
     padded = (image[0] + 2 * padding[0], image[1] + 2 * padding[1])
@@ -167,7 +167,7 @@ def max_pool_box(walk: Walk, node: Node, x: State) -> State:
     total = F.fold(counts.double(), padded, size, dilation=dilation, stride=stride)
     total = total[..., padding[0] : padded[0] - padding[0], padding[1] : padded[1] - padding[1]]
     weight = (total.sqrt() * INFLATE).reshape(x.value.shape)
-    return walk.result(node, up, down, factors=extended(x, weight, local=True), open=False)
+    return propagation.result(node, up, down, factors=extended(x, weight, local=True), open=False)
 
 
 def _geometry(node: Node) -> list[tuple[int, ...]]:
@@ -242,10 +242,10 @@ def extreme(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
 
 
 @box("adaptive_max_pool2d", "amax", "amin")
-def ordered_box(walk: Walk, node: Node, x: State) -> State:
+def ordered_box(propagation: Propagation, node: Node, x: State) -> State:
     """The largest entry is non-decreasing in every entry, so its bounds are its values at the ends of the box."""
-    up, down, _, _ = monotone(walk, node, x)
-    return walk.result(node, up, down, (x,))
+    up, down, _, _ = monotone(propagation, node, x)
+    return propagation.result(node, up, down, (x,))
 
 
 @remainder("amax", "amin")

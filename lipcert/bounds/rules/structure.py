@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._arguments import arguments, replayed
-from lipcert.bounds._box import State, Walk, nonnegative, unknown
+from lipcert.bounds._box import Propagation, State, nonnegative, unknown
 from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, rounding, rule, tag, tagged
 from lipcert.bounds._rounding import Operand, exact, zeros
 from lipcert.bounds._value import Scale, Value, lowest
@@ -29,9 +29,9 @@ def identity(call: Call, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 
 @box("identity", "dropout")
-def same_box(walk: Walk, node: Node, x: State, *templates: State) -> State:
+def same_box(propagation: Propagation, node: Node, x: State, *templates: State) -> State:
     """The operand itself."""
-    return walk.result(node, x.up, x.down, (x,), factors=x.factors, constant=lambda: x.constant)
+    return propagation.result(node, x.up, x.down, (x,), factors=x.factors, constant=lambda: x.constant)
 
 
 @rounding("identity")
@@ -224,17 +224,19 @@ def piece(call: Call, parts: Any, index: int) -> Value:
 
 
 @box("part")
-def part_box(walk: Walk, node: Node, *operands: State) -> State:
+def part_box(propagation: Propagation, node: Node, *operands: State) -> State:
     """One part of a value that was split."""
     split = node.args[0]
     source = split.args[0] if isinstance(split, Node) and split.args else None
-    if not (isinstance(split, Node) and tagged(split, Tag.SPLITS) and source in walk.states and len(operands) == 1):
-        return unknown(walk, node, *operands)
+    if not (
+        isinstance(split, Node) and tagged(split, Tag.SPLITS) and source in propagation.states and len(operands) == 1
+    ):
+        return unknown(propagation, node, *operands)
     pick = Node(
         "part", lambda x, *a, **k: split.function(x, *a, **k)[node.args[1]], split.args, split.kwargs, node.path
     )
     up, down = replayed(pick, operands[0].up), replayed(pick, operands[0].down)
-    return walk.result(node, up, down, operands)
+    return propagation.result(node, up, down, operands)
 
 
 @rule("cat", "stack", linear=True, schur=COUNTED, tags=Tag.JOINS)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipcert.bounds._box import State, Walk, clip, extended, monotone
+from lipcert.bounds._box import Propagation, State, clip, extended, monotone
 from lipcert.bounds._registry import Call, NoAnswer, box, rounding, rule
 from lipcert.bounds._rounding import Operand, exact
 from lipcert.bounds._value import Value, largest
@@ -122,7 +122,7 @@ def smooth_max_min(call: Call, module: SmoothMaxMin, x: Value) -> Value:
 
 
 @box(MaxMin, ClippedMaxMin, inactive=True)
-def max_min_box(walk: Walk, node: Node, x: State) -> State:
+def max_min_box(propagation: Propagation, node: Node, x: State) -> State:
     """Pairs (a, b) ↦ (max, min), which are non-decreasing in both.
 
     If the boxes determine the order of a pair, the operation is a permutation, and an entry whose result is constant
@@ -130,13 +130,14 @@ def max_min_box(walk: Walk, node: Node, x: State) -> State:
     """
     module: Any = node.function
     dim = module.dim + 1 if module.dim >= 0 else module.dim
-    up, down, low, high = monotone(walk, node, x)
+    up, down, low, high = monotone(propagation, node, x)
     top, bottom = (high > low).double().chunk(2, dim)
     (low_a, low_b), (high_a, high_b) = x.low.chunk(2, dim), x.high.chunk(2, dim)
     either = torch.maximum(top, bottom)
     first = torch.where(low_a >= high_b, top, torch.where(low_b >= high_a, bottom, either))
     second = torch.where(low_a >= high_b, bottom, torch.where(low_b >= high_a, top, either))
-    return walk.result(node, up, down, factors=extended(x, torch.cat((first, second), dim), local=True), open=False)
+    factors = extended(x, torch.cat((first, second), dim), local=True)
+    return propagation.result(node, up, down, factors=factors, open=False)
 
 
 rounding(MaxMin)(exact)
