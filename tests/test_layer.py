@@ -18,7 +18,7 @@ from lipcert.certifier.anchored.layer import Layer, LayerAt
 from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
 from lipcert.certifier.anchored.norms import NormOptions
-from lipcert.certifier.anchored.prefix import constant_up_to, cut_after_kinks
+from lipcert.certifier.anchored.prefix import constant_up_to, smooth_cut
 from lipcert.graph import evaluate
 from lipcert.model import Model
 from lipcert.surgery import MaxMin, SmoothMaxMin
@@ -94,7 +94,7 @@ def model(net: nn.Module, scale: float = 1.0) -> Model:
 
 def behind_its_cut(net: Model, eps: float | None = None) -> PrefixedAnchored:
     graph = prepared(recorded(net), net, forms=False)
-    cut = cut_after_kinks(graph)  # also where its constant is too loose to be used
+    cut = smooth_cut(graph)  # also where its constant is too loose to be used
     assert cut is not None
     return PrefixedAnchored(net, graph, cut, constant_up_to(graph, cut, net), budget=NormOptions().budget, eps=eps)
 

@@ -18,7 +18,7 @@ from lipcert.certifier import Certifier
 from lipcert.certifier.anchored import Anchored, PrefixedAnchored, anchored, cut_of
 from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.network import prepared, recorded
-from lipcert.certifier.anchored.prefix import constant_up_to, cut_after_kinks
+from lipcert.certifier.anchored.prefix import constant_up_to, smooth_cut
 from lipcert.errors import InputError
 from lipcert.graph import evaluate
 from lipcert.model import Model
@@ -158,7 +158,7 @@ def test_the_constant_is_at_least_every_quotient_and_jacobian(name: str) -> None
     torch.manual_seed(0)
     net = model(NETWORKS[name]())
     graph = prepared(recorded(net), net, forms=False)
-    cut = cut_after_kinks(graph)
+    cut = smooth_cut(graph)
     if cut is None:
         assert name == "around"
         return
@@ -180,7 +180,7 @@ def test_the_rounding_error_of_a_value() -> None:
     torch.manual_seed(0)
     net = model(NETWORKS["convolutions"]())
     graph = prepared(recorded(net), net, forms=False)
-    cut = cut_after_kinks(graph)
+    cut = smooth_cut(graph)
     assert cut is not None
     images = torch.rand(5, *SIZE, dtype=torch.float64)
     before = type(graph)(graph.input, cut, graph.nodes[: graph.nodes.index(cut) + 1])
@@ -286,8 +286,8 @@ def test_the_loss_adds_what_the_certificate_takes() -> None:
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        (lambda: flat(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)), "behind a cut"),
-        (lambda: Around(), "behind a cut"),
+        (lambda: flat(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)), "after a cut"),
+        (lambda: Around(), "after a cut"),
     ],
 )
 def test_networks_without_a_cut_are_refused_in_training(net: Callable[[], nn.Module], words: str) -> None:
@@ -403,7 +403,7 @@ def test_modules_that_have_a_constant_as_a_whole_only() -> None:
     holds_or_refused(scaled(Attended(), 1.5), SIZE, methods=("anchored", "staged"), starts=8)
     twice = model(Attended(calls=2), scale=1.5)
     graph = prepared(recorded(twice), twice, forms=False)
-    cut = cut_after_kinks(graph)
+    cut = smooth_cut(graph)
     assert cut is not None
     assert constant_up_to(graph, cut, twice) > 100 * found.constant
 

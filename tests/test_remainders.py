@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from torch import nn
 
 from lipcert.bounds import NoAnswer, Remainder, remainder_of
-from lipcert.bounds._kinks import beyond
+from lipcert.bounds._piecewise import beyond
 from lipcert.bounds._registry import RULES, key_of
 from lipcert.bounds._remainder import Smooth
 from lipcert.bounds.rules.activation import ACTIVATIONS, Gelu
@@ -389,7 +389,7 @@ def test_secants_are_exact_at_the_likely_deviation(key):
     assert bool((bound <= lost * 1.2)[:5].all()), (bound, lost)  # the last lies far from its kinks
 
 
-@pytest.mark.parametrize("key", sorted(key for key in REMAINDERS if isinstance(key, str) and REMAINDERS[key].has_kinks))
+@pytest.mark.parametrize("key", sorted(key for key in REMAINDERS if isinstance(key, str) and REMAINDERS[key].nonsmooth))
 def test_rules_with_kinks_say_where_the_jacobian_may_jump(key):
     _jumps(Site(key, 0).rule)
 
@@ -476,7 +476,7 @@ def test_the_total_of_a_remainder_by_weights(key, index, share):
             peak = share * rho
             given = [torch.full((POINTS,), value, dtype=torch.float64) for value in (rho, peak)]
             bound = at_most(site.rule.total(flat, given))
-            smooth = not site.rule.has_kinks
+            smooth = not site.rule.nonsmooth
             slack = 1e-14 * (site.size + rho) * (1 + flat.norm(dim=1))
             summed = lambda rest, weight=weight: (rest.abs() * repeated(weight, rest)).flatten(1).sum(1)  # noqa: E731
             for rest, (delta,) in site.ascent(summed, [rho], 3, cut_to(peak)):

@@ -2,7 +2,7 @@
 
 For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) − f(h) − J Δ with J the Jacobian of f at h.
 Linear operations have R = 0 and need no rule. :class:`Remainder` is the base class of all rules; :class:`Smooth`,
-:class:`Bilinear` are bounds that several rules share, and those of :mod:`._kinks` and :mod:`._tokens`.
+:class:`Bilinear` are bounds that several rules share, and those of :mod:`._piecewise` and :mod:`._tokens`.
 
 The first axis of every tensor is the image: nominal values have shape (N, ...), every ρ and every answer has shape
 (N,). The bounds are sums and products of non-negative float64 numbers, so their rounding errors are relative and far
@@ -46,7 +46,7 @@ class Remainder(ABC):
         entrywise: the operation is applied entry by entry to one operand, and the rule uses a bound on the deviation of
             any single entry.
         sums, contracts: whether the class defines :meth:`total` and :meth:`contracted`.
-        has_kinks: the operation has kinks, near which R is as large as the deviation.
+        nonsmooth: the operation is not differentiable everywhere; near such points R is as large as the deviation.
 
     Args:
         node: the captured operation.
@@ -60,7 +60,7 @@ class Remainder(ABC):
     entrywise: ClassVar[bool] = False
     sums: ClassVar[bool] = False
     contracts: ClassVar[bool] = False
-    has_kinks: ClassVar[bool] = False
+    nonsmooth: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         cls.sums, cls.contracts = cls.total is not Remainder.total, cls.contracted is not Remainder.contracted
@@ -235,8 +235,8 @@ class Smooth(Remainder):
 
     Total: Σ w_i |R_i| ≤ Σ ½ w_i c_i t_i is bounded in the same way, and it is at most ½ max c ‖√w ∘ δ‖².
 
-    A subclass whose remainder has other parts, such as kinks, must add them to all four answers: ``norm``, ``against``,
-    ``contracted`` and ``total``. It reads bounds on entries with :func:`each_entry`.
+    A subclass whose remainder has other parts, as at breakpoints, must add them to all four answers: ``norm``,
+    ``against``, ``contracted`` and ``total``. It reads bounds on entries with :func:`each_entry`.
 
     Attributes:
         curvature: an upper bound on |φ''|.

@@ -2,10 +2,10 @@
 
 A token is a group of n entries; c is the token, centred or not. The operation is
 
-    weight ∘ scale · c/s + bias,    s = √(‖c‖² + R²), or s = max(‖c‖, R) if it has a kink.
+    weight ∘ scale · c/s + bias,    s = √(‖c‖² + R²), or s = max(‖c‖, R) if it is nonsmooth.
 
 LayerNorm, RMSNorm and GroupNorm have R = √(n·eps) and scale √n; smooth projections onto the ball of radius R have
-scale R; projections and ``normalize`` have the kink.
+scale R; projections and ``normalize`` are nonsmooth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds._jacobian import Bounds, gamma
-from lipcert.bounds._kinks import Kinked
+from lipcert.bounds._piecewise import PiecewiseLinear
 from lipcert.bounds._registry import NoAnswer, jacobian, key_of
 from lipcert.bounds._remainder import ROUNDED, Against, Contracted, Form, Remainder, per_image, remainder
 from lipcert.graph import Node
@@ -37,7 +37,7 @@ class Tokens:
         centred: whether c is the token minus its mean.
         radius, scale: R and the scale.
         weight, bias: as the operation holds them, or None.
-        kink: whether s is the maximum.
+        nonsmooth: whether s is the maximum.
     """
 
     rows: Callable[[Tensor], Tensor]
@@ -48,7 +48,7 @@ class Tokens:
     scale: float
     weight: Tensor | None = None
     bias: Tensor | None = None
-    kink: bool = False
+    nonsmooth: bool = False
 
     @property
     def largest(self) -> float:
@@ -91,12 +91,14 @@ def tokens_of(node: Node) -> Tokens:
     return _TOKENS[node.op](node)
 
 
-def normalises(*targets: Any, kink: bool = False) -> Callable[[Callable[[Node], Tokens]], Callable[[Node], Tokens]]:
+def normalises(
+    *targets: Any, nonsmooth: bool = False
+) -> Callable[[Callable[[Node], Tokens]], Callable[[Node], Tokens]]:
     """Registers what describes an operation, and the answers that follow: remainder and Jacobian."""
 
     def register(describe: Callable[[Node], Tokens]) -> Callable[[Node], Tokens]:
         _TOKENS.update(dict.fromkeys(map(key_of, targets), describe))
-        remainder(*targets)(RadialKink if kink else Radial)
+        remainder(*targets)(RadialProjection if nonsmooth else Radial)
         jacobian(*targets, norm=normalising_norm)(normalising)
         return describe
 
@@ -116,7 +118,7 @@ def normalising(node: Node, place: int, values: Mapping[Node, Tensor]) -> Bounds
     # The norm of the exact centred token is at least this.
     centred = (centred - gamma(4 * rows.shape[-1]) * length).clamp_min(0)
     least = torch.full_like(centred, tokens.radius)
-    short = over(1.0, torch.maximum(centred, least) if tokens.kink else torch.hypot(centred, least))
+    short = over(1.0, torch.maximum(centred, least) if tokens.nonsmooth else torch.hypot(centred, least))
     # J is scale/s times weight ∘ (I − 11ᵀ/n − ccᵀ/s²), without the last inside a ball: terms of norm at most 1 each.
     gain = 3 * tokens.scale * tokens.largest * per_image(short)
     worse = gain * (1 + 8 * per_image((length * short).square() if tokens.centred else torch.ones_like(short)))
@@ -243,34 +245,34 @@ class Radial(Remainder):
         return Contracted((form,), bound, (self.length, third, self.lost))
 
 
-class RadialKink(Radial):
-    """weight ∘ gain · u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, which has a kink on the sphere.
+class RadialProjection(Radial):
+    """weight ∘ gain · u(h) with u(h) = h·min(1, R/‖h‖), the projection onto a ball, nonsmooth on the sphere.
 
     J is I inside and (R/‖h‖)(I − ĥĥᵀ) outside. Both are symmetric and between 0 and I, so ‖J(h') − J(h)‖ ≤ 1 always.
     With k = |‖h‖ − R|, the first part of the segment h + sΔ, of length k, stays on one side. Inside, J does not change
     on it. Outside, J changes by at most c ≤ (2/√3) R/max(‖h‖ − ρ, R)² per unit of length, as in :class:`Radial` with
     1/‖h‖² in place of 1/(1 + ‖h‖²). Integrating ‖J(h + sΔ) − J(h)‖ ‖Δ‖ over the segment gives ‖R_t‖ ≤ ½ c ρ_t² +
-    (ρ_t − k)₊. The first part is summed over tokens as in :class:`Radial`, the second as in :class:`Kinked`.
+    (ρ_t − k)₊. The first part is summed over tokens as in :class:`Radial`, the second as in :class:`PiecewiseLinear`.
     """
 
-    contracted = Remainder.contracted  # the kink has no quadratic form
-    has_kinks = True
+    contracted = Remainder.contracted  # where it is nonsmooth there is no quadratic form
+    nonsmooth = True
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        self.kink = (self.length - 1).abs() * self.radius
+        self.distance = (self.length - 1).abs() * self.radius  # from the sphere
 
     def uncertain(self, noise: Tensor) -> Tensor:
-        return Kinked(self.kink).uncertain(noise + self.lost)
+        return PiecewiseLinear(self.distance).uncertain(noise + self.lost)
 
     def _curvature(self, rho: Tensor) -> Tensor:
         low = (self.length - rho[:, None] / self.radius).clamp_min(1)
         return torch.where(self.length >= 1, 2 / math.sqrt(3) / low**2, 0.0) * self.scale
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
-        return super().norm(rho) + self.tokens.largest * self.gain * Kinked(self.kink).norm(rho)
+        return super().norm(rho) + self.tokens.largest * self.gain * PiecewiseLinear(self.distance).norm(rho)
 
     def against(self, direction: Tensor) -> Against:
         curved = super().against(direction)
-        kinked = Kinked(self.kink).against(l2_norm(self._against(direction), -1))
-        return lambda rho: curved(rho) + self.gain * kinked(rho)
+        piecewise = PiecewiseLinear(self.distance).against(l2_norm(self._against(direction), -1))
+        return lambda rho: curved(rho) + self.gain * piecewise(rho)

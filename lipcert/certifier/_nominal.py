@@ -13,10 +13,10 @@ certificate have a proof of their own (:mod:`lipcert.roundoff`).
 
 **Check.** Without a proof the network runs again with noise in every operation, and the change of the margins is
 subtracted from them. The noise is Gaussian. Its norm is ``_TIMES`` times the largest norm of the operation's rounding
-errors (:class:`~lipcert.roundoff.OperationRounding`), spread evenly over the entries. There are two
-runs with opposite noise, because a kink may hide one sign, and four times the larger change is subtracted. This assumes
-that rounding errors, a thousand times smaller in norm, change a margin by no more than this noise does. It costs about
-ten forward passes.
+errors (:class:`~lipcert.roundoff.OperationRounding`), spread evenly over the entries. There are two runs with opposite
+noise, because a breakpoint may hide one sign, and four times the larger change is subtracted. This assumes that
+rounding errors, a thousand times smaller in norm, change a margin by no more than this noise does. It costs about ten
+forward passes.
 """
 
 from __future__ import annotations

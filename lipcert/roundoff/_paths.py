@@ -35,9 +35,9 @@ Assumptions on torch's kernels in float64: they sum products in any order, with 
 compute derivatives by the formulas of the operation, with rounding errors relative to the terms; library functions are
 accurate to 16 ulp. Operations without bounds of their own, such as LSTM, are assumed to compute products with errors of
 2⁻⁴⁰ relative to the terms; their norms are computed like those between operations. If an operand lies exactly at a
-kink, remainder rules allow for the slopes of both sides, since the gradients may be of another evaluation; one that is
-nearer to a kink than its rounding error has no certificate (``uncertain`` of remainder rules). With ``at``, rounding
-errors before the perturbed value are not counted.
+breakpoint, remainder rules allow for the slopes of both sides, since the gradients may be of another evaluation; an
+image with an operand nearer to one than its rounding error has no certificate (``uncertain`` of remainder rules). With
+``at``, rounding errors before the perturbed value are not counted.
 """
 
 from __future__ import annotations

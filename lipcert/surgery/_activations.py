@@ -85,7 +85,7 @@ class SmoothMaxMin(_Activation):
     """:class:`MaxMin` with a softplus s(t) = β log(1 + exp(t/β)) in place of the ReLU: (b + s(a − b), a − s(a − b)).
 
     It is 1-Lipschitz: with σ = s'(a − b) in (0, 1) its Jacobian maps (δa, δb) to σ(δa, δb) + (1 − σ)(δb, δa), a mean of
-    two isometries. It tends to MaxMin as β tends to 0. It has no kinks, so that ``anchored`` sees it.
+    two isometries. It tends to MaxMin as β tends to 0. It is smooth, so that ``anchored`` can linearise it.
 
     Args:
         beta: β > 0, the width of the transition between the two orders, in units of the input.

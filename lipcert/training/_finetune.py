@@ -527,13 +527,13 @@ def _cut(model: Model) -> str:
     cut = cut_of(model)
     if cut is None:
         raise InputError(
-            "the loss cut is for networks that anchored certifies behind a cut: a value with kinks before it, and with "
-            "smooth activations or one last kink behind it, such as liresnet_l6w64; take the loss adversarial, or emma"
+            "the loss cut is for networks that anchored certifies after a cut: a value after which all "
+            "activations but the last are smooth, such as liresnet_l6w64; take the loss adversarial, or emma"
         )
     path = cut.path.removeprefix("net").removeprefix(".")
     if not path:
         raise InputError(
-            f"the loss cut needs the output of a module, and the value behind the last kink is that of {cut.name} in "
+            f"the loss cut needs the output of a module, and the value to cut at is that of {cut.name} in "
             "the network's own forward code; make this activation a module"
         )
     return path

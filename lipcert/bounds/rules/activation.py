@@ -19,7 +19,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments, replayed
 from lipcert.bounds._box import EVALUATION, Propagation, State, clip, extended, gap, over, ratio, unknown
 from lipcert.bounds._jacobian import of_entries, saturating
-from lipcert.bounds._kinks import Kinked, KinkedEntries, kinked
+from lipcert.bounds._piecewise import PiecewiseLinear, PiecewiseLinearEntries, piecewise
 from lipcert.bounds._registry import COUNTED, Call, NoAnswer, Tag, box, jacobian, rounding, rule, tag
 from lipcert.bounds._remainder import (
     Against,
@@ -130,7 +130,7 @@ for _function, _phi in ACTIVATIONS.items():
         """sup |φ'| of the table."""
         return _apply(x, _phi)
 
-    box(_function)(entrywise_box)  # those of functions with kinks follow below
+    box(_function)(entrywise_box)  # those of piecewise linear functions follow below
     if _phi.curvature is not None:
         smooth(_function, curvature=_phi.curvature, downward=_phi.downward)
         jacobian(_function, absolute=1.0)(saturating)
@@ -256,7 +256,7 @@ jacobian("relu", "leaky_relu", "prelu", "abs", absolute=0.0)(of_entries)
 jacobian("gelu", "hardsigmoid", "hardswish", F.logsigmoid, absolute=1.0)(saturating)
 
 
-# The width of a secant is at least this share of the largest deviation of the entry. Nearer to its kink than this other
+# The width of a secant is at least this share of the largest deviation of the entry. Nearer to its breakpoint than this
 # share, an entry has none.
 _WIDTH, _NEAR = 0.08, 1e-3
 # More than the rounding error of the terms of a secant.
@@ -264,10 +264,10 @@ _ROUNDED = 1e-13
 
 
 @remainder("relu")
-class Rectifier(KinkedEntries):
-    """max(z, 0): the kink is at distance k = |z|, and the slope changes by 1 there.
+class Rectifier(PiecewiseLinearEntries):
+    """max(z, 0): the breakpoint is at distance k = |z|, and the slope changes by 1 there.
 
-    Contracted: let w = |g| for an entry with g < 0 that reaches its kink within ρ, else 0. With s = 1 for z > 0 and
+    Contracted: let w = |g| for an entry with g < 0 that reaches 0 within ρ, else 0. With s = 1 for z > 0 and
     s = −1 otherwise, −g R = w (u)₊ for u = −sδ − k. As (u)₊ ≤ (u + r)²/(4r) for every r > 0, because the difference is
     (u − r)²/(4r) for u ≥ 0,
 
@@ -280,7 +280,7 @@ class Rectifier(KinkedEntries):
     another order there. For such entries R ≤ |δ| with either slope, so −g R ≤ w δ²/(2r) + w r/2.
     """
 
-    bends = 1
+    convexity = 1
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
@@ -350,7 +350,7 @@ class LeakyRectifier(Rectifier):
         super().__init__(node, operands, result)
         slope = _slopes(node, operands[0].dim() - 1)[1]
         self.slope = float(largest(1 - slope)) * (1 + 2.0**-50)
-        self.bends = 1 if bool((slope <= 1).all()) else -1 if bool((slope >= 1).all()) else 0
+        self.convexity = 1 if bool((slope <= 1).all()) else -1 if bool((slope >= 1).all()) else 0
 
 
 @rounding("leaky_relu", "prelu")
@@ -361,24 +361,24 @@ def leaky_relu_rounding(node: Node, operands: Sequence[Operand], fmt: Format) ->
     return fmt.rounded(x.most * slope.abs(), 3) + x.most * fmt.cast(given).reshape(slope.shape)
 
 
-kinked("abs", kinks=lambda node: (0.0,), slope=2.0, bends=1)
+piecewise("abs", breakpoints=lambda node: (0.0,), slope=2.0, convexity=1)
 # Torch computes parts of hardsigmoid, hardswish and their derivatives with ⅙ and ½ in float32: an error below 1e-8.
 _FLOAT32 = 1e-8
 
 
 @remainder("hardsigmoid")
-class HardSigmoid(KinkedEntries):
+class HardSigmoid(PiecewiseLinearEntries):
     """Slope ⅙ on [−3, 3] and 0 outside. The computed slope is off by up to 1e-8."""
 
     slope = 1 / 6
-    kinks = staticmethod(lambda node: (-3.0, 3.0))
+    breakpoints = staticmethod(lambda node: (-3.0, 3.0))
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return super().norm(rho) + _FLOAT32 * rho[0]
 
     def against(self, direction: Tensor) -> Against:
-        kinked, size = super().against(direction), _FLOAT32 * l2_norm(per_image(direction), 1)
-        return lambda rho: kinked(rho) + size * rho[0]
+        piecewise, size = super().against(direction), _FLOAT32 * l2_norm(per_image(direction), 1)
+        return lambda rho: piecewise(rho) + size * rho[0]
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         return super().total(weight, rho, size) + _FLOAT32 * l2_norm(weight, 1) * rho[0]
@@ -389,32 +389,32 @@ class HardSwish(Smooth):
     """z·min(max(z + 3, 0), 6)/6: second derivative ⅓ on (−3, 3), 0 outside; at ±3 the slope jumps by ½.
 
     R = ∫ (φ'(z + s) − φ'(z)) ds over s from 0 to δ. The smooth part of φ' changes by at most |s|/3. It jumps by ½ at
-    each of the two kinks, whose distances are at least that of the nearer one, k: |R| ≤ ½·⅓ δ² + (|δ| − k)₊.
+    each of the two breakpoints, whose distances are at least that of the nearer one, k: |R| ≤ ½·⅓ δ² + (|δ| − k)₊.
     """
 
     curvature = 1 / 3
-    contracted = Remainder.contracted  # the kinks have no such form
+    contracted = Remainder.contracted  # breakpoints have no such form
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         super().__init__(node, operands, result)
-        self.kinks = Kinked((operands[0].abs() - 3).abs())
+        self.breakpoints = PiecewiseLinear((operands[0].abs() - 3).abs())
 
     def uncertain(self, noise: Tensor) -> Tensor:
-        return self.kinks.uncertain(noise)
+        return self.breakpoints.uncertain(noise)
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         slack = _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
-        return super().norm(rho) + self.kinks.norm(rho) + slack
+        return super().norm(rho) + self.breakpoints.norm(rho) + slack
 
     def against(self, direction: Tensor) -> Against:
-        curved, kinked = super().against(direction), self.kinks.against(direction)
+        curved, piecewise = super().against(direction), self.breakpoints.against(direction)
         size = l2_norm(per_image(direction), 1) * _FLOAT32
         largest = self.z.abs().amax(1)
-        return lambda rho: curved(rho) + kinked(rho) + size * (1 + largest + rho[0]) * rho[0]
+        return lambda rho: curved(rho) + piecewise(rho) + size * (1 + largest + rho[0]) * rho[0]
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         slack = l2_norm(weight, 1) * _FLOAT32 * (1 + self.z.abs().amax(1) + rho[0]) * rho[0]
-        return super().total(weight, rho, size) + self.kinks.against(weight)(rho) + slack
+        return super().total(weight, rho, size) + self.breakpoints.against(weight)(rho) + slack
 
 
 @rule(F.hardtanh)
@@ -467,7 +467,7 @@ def clips(*targets: Any, limits: Callable[[Node], Sequence[Any]]) -> None:
             error = torch.maximum(error, aligned(fmt.cast(limit), node, images=False).to(error.device))
         return error
 
-    kinked(*targets, kinks=given)
+    piecewise(*targets, breakpoints=given)
     jacobian(*targets, absolute=0.0)(of_entries)
     rounding(*targets)(limit_rounding)
 

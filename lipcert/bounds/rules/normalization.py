@@ -349,14 +349,14 @@ def normalize(call: Call, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1
     return Value(call.shape, x.lip * (Upper(1) / eps), rows=(dim, 1))
 
 
-@normalises("normalize", kink=True)
+@normalises("normalize", nonsmooth=True)
 def normalize_tokens(node: Node) -> Tokens:
     """Vectors along one axis."""
     args = arguments(node)
     dim, eps = args.get("dim", 1), float(args.get("eps", 1e-12))
     if args.get("p", 2.0) != 2.0 or not isinstance(dim, int):
         raise NoAnswer("another norm than that along one axis")
-    return Tokens(*along(dim % len(node.shape) + 1), False, eps, 1.0, kink=True)
+    return Tokens(*along(dim % len(node.shape) + 1), False, eps, 1.0, nonsmooth=True)
 
 
 @rounding("normalize")

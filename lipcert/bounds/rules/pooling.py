@@ -13,7 +13,7 @@ from torch import Tensor
 from lipcert.bounds._arguments import arguments, per_axis, replayed
 from lipcert.bounds._box import Propagation, State, extended, monotone, nonnegative
 from lipcert.bounds._jacobian import selecting
-from lipcert.bounds._kinks import Kinked
+from lipcert.bounds._piecewise import PiecewiseLinear
 from lipcert.bounds._registry import Call, NoAnswer, Schur, Tag, box, jacobian, rounding, rule, tag
 from lipcert.bounds._remainder import Against, remainder
 from lipcert.bounds._rounding import Operand, exact
@@ -177,7 +177,7 @@ def _geometry(node: Node) -> list[tuple[int, ...]]:
     return [per_axis(x, dims) for x in (args["kernel_size"], stride, args.get("padding", 0), args.get("dilation", 1))]
 
 
-class _Windows(Kinked):
+class _Windows(PiecewiseLinear):
     """The maximum over windows: with k the largest minus the second entry, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
 
     |δ_j| + |δ_top| ≤ √2 ‖δ_window‖, and an entry lies in at most m windows, so Σ (√2 ‖δ_window‖)² ≤ 2 m ρ².
@@ -198,7 +198,7 @@ class _Windows(Kinked):
             x = x.unflatten(axis, places.shape)
         # (images, windows, entries, windows, entries, …) with one pair per axis becomes (images, *windows, entries).
         entries = x.permute(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).flatten(dims + 1)
-        # A window of one entry has −∞ as its second, so it has no kink.
+        # A window of one entry has −∞ as its second, so it has no breakpoint.
         top = torch.nn.functional.pad(entries, (0, 1), value=-math.inf).topk(2).values
         super().__init__((top[..., 0] - top[..., 1]).reshape(images, -1))
         self.spread = math.sqrt(2 * shared)
@@ -249,7 +249,7 @@ def ordered_box(propagation: Propagation, node: Node, x: State) -> State:
 
 
 @remainder("amax", "amin")
-class Extreme(Kinked):
+class Extreme(PiecewiseLinear):
     """The largest entry of each group: with k its distance to the second, |R| ≤ (|δ_j| + |δ_top| − k)₊ for some j.
 
     That is at most (√2‖δ_group‖ − k)₊. For a tie, autograd divides the gradient evenly. Then k = 0, and
@@ -275,7 +275,7 @@ class Extreme(Kinked):
             gap = ordered[..., 1] - ordered[..., 0]
         else:
             gap = ordered[..., -1] - ordered[..., -2]
-        self.bends = -1 if node.op == "amin" else 1
+        self.convexity = -1 if node.op == "amin" else 1
         super().__init__(gap)
 
 
@@ -301,7 +301,7 @@ def larger_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Ten
 
 
 @remainder("max", "min", "maximum", "minimum")
-class Larger(Kinked):
+class Larger(PiecewiseLinear):
     """max(a, b) entry by entry: R ≤ (|δa − δb| − |a − b|)₊, and |δa − δb| ≤ √2 ‖(δa, δb)‖; b may be constant."""
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
@@ -312,12 +312,12 @@ class Larger(Kinked):
         if any(operand.shape != node.shape for operand in node.operands):
             raise NoAnswer("an operand that is repeated")
         self.spread = math.sqrt(len(node.operands))
-        self.bends = 1 if node.op in ("max", "maximum") else -1
+        self.convexity = 1 if node.op in ("max", "maximum") else -1
         super().__init__((sides[0] - sides[1]).abs())
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         return super().norm([root_sum(*rho)])
 
     def against(self, direction: Tensor) -> Against:
-        kinked = super().against(direction)
-        return lambda rho: kinked([root_sum(*rho)])
+        piecewise = super().against(direction)
+        return lambda rho: piecewise([root_sum(*rho)])

@@ -33,7 +33,7 @@ def projection(call: Call, module: LayerProject | SmoothProject, x: Value) -> Va
 
 
 @normalises(SmoothProject, RmsSmoothProject, GroupSmoothProject)
-@normalises(LayerProject, RmsLayerProject, GroupLayerProject, kink=True)
+@normalises(LayerProject, RmsLayerProject, GroupLayerProject, nonsmooth=True)
 def projection_tokens(node: Node) -> Tokens:
     """The vectors of channels, or groups of channels with all positions, onto the ball of the radius."""
     module: Any = node.function
@@ -41,8 +41,8 @@ def projection_tokens(node: Node) -> Tokens:
     axis = 2 if module.channels_first else -1
     arrangement = of_groups(node.shape, module.groups) if grouped else along(axis)
     radius = float(module.radius)
-    kink = isinstance(module, LayerProject)
-    return Tokens(*arrangement, module.centred, radius, radius, module.weight, module.bias, kink)
+    nonsmooth = isinstance(module, LayerProject)
+    return Tokens(*arrangement, module.centred, radius, radius, module.weight, module.bias, nonsmooth)
 
 
 @rounding(SmoothProject, LayerProject, RmsSmoothProject, RmsLayerProject, GroupSmoothProject, GroupLayerProject)

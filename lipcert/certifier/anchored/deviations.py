@@ -150,7 +150,7 @@ class Linearization:
         logits: nominal logits, shape (N, classes).
         uncertain: the images at which rounding errors of the values may make a Jacobian jump, bool, shape (N,). Values
             are computed again for every product with Jacobians, and sums may be taken in another order then. So
-            products near a kink may belong to different Jacobians, and nothing is certified there.
+            products near a breakpoint may belong to different Jacobians, and nothing is certified there.
         deployed: the rounding errors of a deployed network.
         searches: the number of earlier radius searches with contracted forms; it identifies the start vectors.
         layer: the last layer before the perturbed value; None if nothing is known of it.

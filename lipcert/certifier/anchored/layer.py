@@ -1,4 +1,4 @@
-"""The last layer with kinks before a cut: how much a functional of the cut may decrease.
+"""The last nonsmooth layer before a cut: how much a functional of the cut may decrease.
 
 Behind a cut c (:mod:`.prefix`) the value c(x′) lies in a ball of radius K ε around ĉ(x), and the first-order part of a
 margin, −⟨g, c(x′) − ĉ(x)⟩ with its gradient g at c, is at most ‖g‖ K ε. That is far from attained if g does not lie
@@ -76,7 +76,7 @@ _NO_SLOPE = 1e-100
 
 
 def constant_between(network: Network, node: Node) -> float:
-    """A Lipschitz constant of the perturbed value of a network ↦ ``node``, which does not see kinks."""
+    """A Lipschitz constant of the perturbed value of a network ↦ ``node``; smoothness does not matter for it."""
     graph = network.graph
     with torch.no_grad():
         nominal = [evaluate(graph.nodes, {graph.input: image}) for image in examples(an_image(network.model))]
@@ -180,7 +180,7 @@ class Layer:
             (columns,) = torch.autograd.grad(reached[z], added[start], rows.view_as(reached[z]), retain_graph=True)
             return per_image(columns.detach())
 
-        # Another evaluation of z may lie on the other side of a kink: u is the one whose slopes p has.
+        # Another evaluation of z may lie on the other side of a breakpoint: u is the one whose slopes p has.
         p, q, u = (per_image(part) for part in (at_nodes.pop(start), at_nodes[relu], reached[z].detach()))
         weight, size = (-q).clamp_min(0), u.abs()
         steepest = over(_CURVED * sum_squares(p, 1), 2 * self.norm**2 * margin)

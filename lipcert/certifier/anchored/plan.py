@@ -91,7 +91,7 @@ class NormPlan:
         self.peaks = [(a, b) for a, b in self.pairs if b in self.blocks]
         self.each = [v for v in network.rules if self._summed(v) and self.blockwise(v) and self._single(v)]
         self.columns = [(v, u) for v, u in self.pairs if self._summed(v) and network.affine_path(v, u)]
-        smooth = [(v, u) for v, u in self.columns if not network.rules[v].has_kinks]
+        smooth = [(v, u) for v, u in self.columns if not network.rules[v].nonsmooth]
         self.ahead = {v: u for v, u in reversed(smooth) if u not in network.outputs}
         self.weighted = [(a, v) for v in self.ahead for a, b in self.pairs if b is network.operands(v)[0]]
         self.computed = [pair for pair in self.pairs if pair not in self.covered]

@@ -1,8 +1,8 @@
 """The anchored certificate behind a cut, and the Lipschitz constant of the layers before it.
 
-Kinks make remainders as large as the deviation itself, so that the anchored certificate is weak where they are. Global
-bounds do not see kinks. Let c be a value of the network that all later values depend on the image through (a cut), such
-that no operation behind it has a kink. With
+Nonsmooth operations have remainders as large as the deviation itself, so that the anchored certificate is weak near
+their breakpoints. Global bounds need no smoothness. Let c be a cut: a value through which alone all later values depend
+on the image. Let all operations after it be smooth. With
 
 - K, the Lipschitz constant of x ↦ c(x) on the image box (:mod:`lipcert.bounds`),
 - e, a bound on the rounding error ‖ĉ(x) − c(x)‖ of its computed value (:mod:`lipcert.roundoff`), and
@@ -57,7 +57,7 @@ class PrefixedAnchored:
         cut: the value c.
         constant: K, rounded up.
         rounding: bounds e.
-        layer: the last layer with kinks before the cut; None if :mod:`.layer` has no bound for it.
+        layer: the last nonsmooth layer before the cut; None if :mod:`.layer` has no bound for it.
         after: the certificate after c, with half of the failure probability.
         whole: that of the whole network, with the other half; None where it is not available, or too costly.
 
@@ -99,7 +99,7 @@ class PrefixedAnchored:
 
     def _layer(self, model: Model, graph: Graph, whole: Graph | None, radius: float) -> Layer | None:
         upto = _up_to(graph, self.cut)
-        start = cut_after_kinks(upto)
+        start = smooth_cut(upto)
         if start is None or not self.constant:  # the images do not change c
             return None
         try:
@@ -190,7 +190,7 @@ def anchored(
     fused = canonical_forms(captured, "remainder", examples(an_image(model)))
     plain = prepared(captured, model, forms=False)
     formed = prepared(fused, model, forms=False) if fused.forms else plain
-    budget, cut = NormOptions(**options).budget, cut_after_kinks(plain)
+    budget, cut = NormOptions(**options).budget, smooth_cut(plain)
     behind: PrefixedAnchored | None = None
     if cut is not None:
         with suppress(UnsupportedOperation):
@@ -278,14 +278,14 @@ def _up_to(graph: Graph, cut: Node) -> Graph:
 
 def cut_of(model: Model) -> Node | None:
     """The value behind which the anchored certificate of a model starts; None if it starts at the pixels."""
-    return cut_after_kinks(prepared(recorded(model), model, forms=False))
+    return smooth_cut(prepared(recorded(model), model, forms=False))
 
 
-def cut_after_kinks(graph: Graph) -> Node | None:
+def smooth_cut(graph: Graph) -> Node | None:
     """The value behind which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
 
-    It is the first cut behind all operations with kinks or without a remainder rule. The last nonlinear operation may
-    have kinks, if its rule has contracted forms.
+    It is the first cut after all operations that are nonsmooth or have no remainder rule. The last nonlinear operation
+    may be nonsmooth, if its rule has contracted forms.
     """
     unfit: list[int] = []
     last, formed = -1, False
@@ -297,7 +297,7 @@ def cut_after_kinks(graph: Graph) -> Node | None:
             continue
         if rule is not None:
             last, formed = place, rule.contracts
-            unfit += [place] * rule.has_kinks
+            unfit += [place] * rule.nonsmooth
     if formed and unfit and unfit[-1] == last:
         unfit.pop()
     if not unfit or last <= unfit[-1]:

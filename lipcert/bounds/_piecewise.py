@@ -1,4 +1,4 @@
-"""Remainders of operations with kinks: bounds that several rules share."""
+"""Remainders of piecewise linear operations: bounds that several rules share."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _NOISE = 1e-14
 _FINE, _SPAN, _STEPS = 4, 256, 6
 
 
-class Kinked(Remainder):
-    """Piecewise linear functions with a kink at distance k_i from entry i: |R_i| ≤ s·(|δ_i| − k_i)₊.
+class PiecewiseLinear(Remainder):
+    """Piecewise linear functions with a breakpoint at distance k_i from entry i: |R_i| ≤ s·(|δ_i| − k_i)₊.
 
     Norm: (|δ_i| − k_i)₊² ≤ (1 − k_i/p_i)₊² δ_i² if |δ_i| ≤ p_i, and :func:`largest_share` bounds the sum.
     Against g, |⟨g, R⟩| ≤ s Σ |g_i| (|δ_i| − k_i)₊, see :func:`beyond`.
 
-    A convex function lies above its linearisation, because the slope is a subgradient, at kinks too. So R_i ≥ 0 and
-    only entries with g_i < 0 count; for a concave function only those with g_i > 0.
+    A convex function lies above its linearisation, because the slope is a subgradient, at breakpoints too. So R_i ≥ 0,
+    and only entries with g_i < 0 count; for a concave function only those with g_i > 0.
 
     Attributes:
-        slope: s, the change of the slope at a kink.
-        bends: 1 for convex functions, −1 for concave ones, 0 otherwise.
+        slope: s, the change of the slope at a breakpoint.
+        convexity: 1 for convex functions, −1 for concave ones, 0 otherwise.
         spread: Σ δ_i² ≤ spread² ρ² for the deviations δ_i in the bounds above.
     """
 
-    has_kinks = True
+    nonsmooth = True
     slope = 1.0
-    bends = 0
+    convexity = 0
     spread = 1.0
 
     def __init__(self, distance: Tensor):
         self.distance = per_image(distance)
 
     def uncertain(self, noise: Tensor) -> Tensor:
-        """Whether an entry is as near to its kink as twice the errors, but not at it.
+        """Whether an entry is as near to its breakpoint as twice the errors, but not at it.
 
-        At a kink the bounds hold for the slopes of both sides, so another evaluation may lie on either side of it.
+        At a breakpoint the bounds hold for the slopes of both sides, so another evaluation may lie on either side.
         """
         limit = 2 * self.spread * noise[:, None]
         return ((self.distance > 0) & (self.distance <= limit)).any(1)
@@ -66,7 +66,7 @@ class Kinked(Remainder):
     def _against(self, direction: Tensor) -> Tensor:
         """The weights of the entries, shape (N, entries)."""
         g = self.slope * per_image(direction)
-        return (-self.bends * g).clamp_min(0) if self.bends else g.abs()
+        return (-self.convexity * g).clamp_min(0) if self.convexity else g.abs()
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
         total, most = self._reach(rho)
@@ -79,27 +79,29 @@ class Kinked(Remainder):
         return lambda rho: beyond(weight, self.distance, *self._reach(rho))
 
 
-class KinkedEntries(Kinked):
-    """Functions of single entries with kinks at ``kinks(node)``, numbers or tensors. Total: as against −w."""
+class PiecewiseLinearEntries(PiecewiseLinear):
+    """Functions of single entries; ``breakpoints(node)`` are numbers or tensors. Total: as against −w."""
 
     entrywise = True
-    kinks: Callable[[Node], Iterable[Any]] = staticmethod(lambda node: (0.0,))
+    breakpoints: Callable[[Node], Iterable[Any]] = staticmethod(lambda node: (0.0,))
 
     def __init__(self, node: Node, operands: Sequence[Tensor], result: Tensor):
         z = operands[0]
         distance = torch.full_like(z, math.inf)
-        for kink in self.kinks(node):
-            distance = torch.minimum(distance, (z - torch.as_tensor(kink, dtype=torch.float64)).abs())
+        for point in self.breakpoints(node):
+            distance = torch.minimum(distance, (z - torch.as_tensor(point, dtype=torch.float64)).abs())
         super().__init__(distance)
 
     def total(self, weight: Tensor, rho: Sequence[Tensor], size: Tensor | None = None) -> Tensor:
         return beyond(self.slope * weight, self.distance, *self._reach(rho))
 
 
-def kinked(*targets: Any, kinks: Callable[[Node], Iterable[Any]], slope: float = 1.0, bends: int = 0) -> None:
+def piecewise(
+    *targets: Any, breakpoints: Callable[[Node], Iterable[Any]], slope: float = 1.0, convexity: int = 0
+) -> None:
     """Registers piecewise linear functions of single entries."""
-    facts = {"__doc__": KinkedEntries.__doc__, "kinks": staticmethod(kinks), "slope": slope, "bends": bends}
-    remainder(*targets)(type("KinkedEntries", (KinkedEntries,), facts))
+    facts = {"__doc__": PiecewiseLinearEntries.__doc__, "breakpoints": staticmethod(breakpoints), "slope": slope}
+    remainder(*targets)(type("PiecewiseLinearEntries", (PiecewiseLinearEntries,), facts | {"convexity": convexity}))
 
 
 def beyond(weight: Tensor, distance: Tensor, rho: Tensor, most: Tensor) -> Tensor:
