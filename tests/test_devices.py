@@ -32,7 +32,7 @@ from lipcert.norms import (
     explicit_row_norms,
     lanczos_norm,
     row_norms,
-    written_row_norms,
+    row_norms_by_adjoint,
 )
 from lipcert.numerics import as_assumed
 
@@ -276,7 +276,7 @@ def test_norms_are_where_the_products_take_their_vectors(device: torch.device) -
             lanczos_norm(one, back, 2, 5, draw=ledger.draw("norm", delta=1e-9), **where),
             explicit_norm(several, 2, 5, **where),
             explicit_row_norms(several, 2, 5, **where),
-            written_row_norms(several_back, 2, 6, **where),
+            row_norms_by_adjoint(several_back, 2, 6, **where),
             row_norms(several, 2, 5, draw=ledger.draw("rows", delta=1e-9), **where),
         ]
 

@@ -55,7 +55,7 @@ from lipcert.norms import Budget, Ledger, dense_norm
 from lipcert.numerics import SAFETY, l2_norm
 from lipcert.surgery import LayerProject, LipConv2d, LipLinear, RmsLayerProject, RmsSmoothProject, SmoothProject
 
-_WRITTEN_OUT = 1024  # columns
+_EXPLICIT = 1024  # columns
 _SLOPES: dict[type[nn.Module], float] = {nn.GELU: 1.129, nn.ReLU: 1.0}  # 1.128905 rounded up, for the tanh form too
 # Modules whose code the method knows: it reads their weights, and not the captured operations.
 _KNOWN = {
@@ -234,7 +234,7 @@ def _norms(matrices: Tensor) -> Tensor:
 def _scores(x: Tensor, form: Tensor) -> Tensor:
     """‖M_l(X)‖ for each head, M_l as in appendix B.4, or ξ_l(X) for tokens of too many entries; shape (heads,)."""
     n, d = x.shape
-    if n * d > _WRITTEN_OUT:
+    if n * d > _EXPLICIT:
         return _norms(form @ x.mT) + _norms(x @ form)
     norms = []
     for bilinear in form:
@@ -247,7 +247,7 @@ def _scores(x: Tensor, form: Tensor) -> Tensor:
 
 def _zeta(weights: Tensor, mix: Tensor, norms: Tensor) -> Tensor:
     """‖Σ_l P_l ⊗ W_lᵀ‖, or Σ_l ‖P_l‖ ‖W_l‖ for tokens of too many entries."""
-    if weights.shape[-1] * mix.shape[-1] > _WRITTEN_OUT:
+    if weights.shape[-1] * mix.shape[-1] > _EXPLICIT:
         return (_norms(weights) * norms).sum()
     whole = sum(torch.kron(p, w.mT.contiguous()) for p, w in zip(weights, mix, strict=True))
     assert isinstance(whole, Tensor)

@@ -60,23 +60,23 @@ class Constants(Pausable, TorchFunctionMode):
         writes = list(map(write_count, first))
         call = spelled_out(function, *self.sources((args, kwargs)))
         outcome = function(*args, **kwargs)
-        written = list(map(write_count, first)) != writes
+        in_place = list(map(write_count, first)) != writes
         made = NotImplemented
-        if not written and isinstance(outcome, Tensor) and (parts := parts_of(canonical(function))) is not None:
+        if not in_place and isinstance(outcome, Tensor) and (parts := parts_of(canonical(function))) is not None:
             with self:
                 made = parts(*args, **kwargs)
         if made is not NotImplemented:
             self.same(outcome, made)
-        elif written:
-            self.remember(*call, first[0], written=True)
+        elif in_place:
+            self.remember(*call, first[0], in_place=True)
         elif not any(outcome is tensor for tensor in given):
             self.remember(*call, outcome)
         return outcome
 
     def remember(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, outcome: Any, written: bool = False
+        self, function: Callable[..., Any], args: Any, kwargs: Any, outcome: Any, in_place: bool = False
     ) -> None:
-        """Notes what computed the tensors of an outcome, or of its first argument if it was ``written`` in place.
+        """Notes what computed the tensors of an outcome, or of its first argument if it was written ``in_place``.
 
         Other tensors that were written to, as through a view, are of unknown origin.
         """
@@ -88,7 +88,7 @@ class Constants(Pausable, TorchFunctionMode):
         if op == "rpow":
             function, op, args = torch.pow, canonical(torch.pow), args[::-1]
         args, kwargs = placed(function, op, args, kwargs, lambda value: isinstance(value, (Node, Tensor)))
-        node = Node(op, out_of_place(function) if written else function, args, kwargs, self.path())
+        node = Node(op, out_of_place(function) if in_place else function, args, kwargs, self.path())
         fresh = not node.operands and not any(isinstance(leaf, Tensor) for leaf in leaves((args, kwargs)))
         for index, result in enumerate(results):
             if not isinstance(result, Tensor) or not self.is_new(result):

@@ -221,13 +221,13 @@ Emit = Callable[..., Node]
 
 
 def rewritten(
-    graph: Graph, written: Callable[[Node, Emit, Callable[[Node], Node]], Node | None]
+    graph: Graph, substitute: Callable[[Node, Emit, Callable[[Node], Node]], Node | None]
 ) -> tuple[Graph, Callable[[Node], Node]]:
     """The network with some operations replaced, and the map from its nodes to those that stand for them.
 
     Args:
         graph: the network.
-        written: (node, emit, map) ↦ the last operation of what replaces the node; None keeps it.
+        substitute: (node, emit, map) ↦ the last operation of what replaces the node; None keeps it.
     """
     nodes: list[Node] = []
     stands_for: dict[Node, Node] = {}
@@ -244,7 +244,7 @@ def rewritten(
             nodes.append(Node(op, function, tuple(args), kwargs or {}, like.path, shape, like.dtype))
             return nodes[-1]
 
-        instead = written(node, emit, replacement)
+        instead = substitute(node, emit, replacement)
         if instead is None:
             instead = node
             if any(operand in stands_for for operand in node.operands):

@@ -23,11 +23,11 @@ def needed(graph: Graph) -> Graph:
 def segment(graph: Graph, first: Node, last: Node) -> Graph:
     """The network from one cut to another: ``first`` is its input."""
 
-    def written(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
+    def substitute(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
         return emit("input", lambda: None, ()) if node is first else None
 
     between = graph.nodes[graph.nodes.index(first) : graph.nodes.index(last) + 1]
-    part, new = rewritten(Graph(first, last, between), written)
+    part, new = rewritten(Graph(first, last, between), substitute)
     return needed(Graph(new(first), part.output, part.nodes))
 
 

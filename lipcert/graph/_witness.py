@@ -112,13 +112,13 @@ class Derived(Pausable, TorchDispatchMode):
             """The same tensor; with noise if the kernel computed it, and it is no view of an operand."""
             if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
                 return leaf
-            written = any(leaf is operand for operand in given)
-            if written or StorageWeakRef(leaf.untyped_storage()) not in before:
+            in_place = any(leaf is operand for operand in given)
+            if in_place or StorageWeakRef(leaf.untyped_storage()) not in before:
                 self.computes = True
                 if self.noise and leaf.is_floating_point() and StorageWeakRef(leaf.untyped_storage()) not in self.given:
                     drawn = torch.randn(leaf.shape, generator=self.generator, dtype=leaf.dtype)
                     noisy = leaf * (1 + self.noise * drawn.to(leaf.device))
-                    leaf = leaf.copy_(noisy) if written else noisy
+                    leaf = leaf.copy_(noisy) if in_place else noisy
             self.memory.add(StorageWeakRef(leaf.untyped_storage()))
             return leaf
 

@@ -1,7 +1,7 @@
 """Rigorous upper bounds on operator norms of matrices and convolutions."""
 
 from lipcert.norms._dense import dense_norm
-from lipcert.norms._explicit import explicit_norm, explicit_row_norms, row_norms, written_row_norms
+from lipcert.norms._explicit import explicit_norm, explicit_row_norms, row_norms, row_norms_by_adjoint
 from lipcert.norms._geometry import Geometry
 from lipcert.norms._lanczos import SMALLEST, lanczos_error, lanczos_norm, start_vectors
 from lipcert.norms._operator import COMPOSED, Operator, conv_norm, conv_transpose_norm

@@ -56,7 +56,7 @@ def explicit_row_norms(
     return _block_norms(product, unit, images, block) * (1 + 1e-9)
 
 
-def written_row_norms(
+def row_norms_by_adjoint(
     adjoint: Product, images: int, size: int, *, block: int = 1, device: torch.device | None = None
 ) -> Tensor:
     """Like :func:`explicit_row_norms`, from Jᵀ: row i of J_n is J_nᵀ e_i, so the cost is one product per row."""

@@ -19,13 +19,13 @@ def explicit_attention(graph: Graph, device: torch.device | None = None) -> Grap
     ``device`` is the device of the network, for causal masks; the CPU by default.
     """
 
-    def written(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
+    def substitute(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
         if node.op != "scaled_dot_product_attention":
             return None
         args, kwargs = node.arguments(new)
-        return _written_out(node, emit, device, *args, **kwargs)
+        return _as_products(node, emit, device, *args, **kwargs)
 
-    return rewritten(graph, written)[0]
+    return rewritten(graph, substitute)[0]
 
 
 def explicit_maxima(graph: Graph) -> Graph:
@@ -36,7 +36,7 @@ def explicit_maxima(graph: Graph) -> Graph:
     """
     relus: dict[tuple[Hashable, Hashable], tuple[Node, Node, Node]] = {}
 
-    def written(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
+    def substitute(node: Node, emit: Emit, new: Callable[[Node], Node]) -> Node | None:
         pair = _difference(node)
         if pair is None and not _compares(node):
             return None
@@ -54,7 +54,7 @@ def explicit_maxima(graph: Graph) -> Graph:
         larger = node.op in ("max", "maximum")
         return emit("add", operator.add, (b, more)) if larger else emit("sub", operator.sub, (a, more))
 
-    return rewritten(graph, written)[0]
+    return rewritten(graph, substitute)[0]
 
 
 def _compares(node: Node) -> bool:
@@ -88,7 +88,7 @@ def _difference(node: Node) -> tuple[Node, Node] | None:
     return pair if all(x.dtype == node.dtype for x in (sub, *pair)) else None
 
 
-def _written_out(
+def _as_products(
     node: Node,
     emit: Emit,
     device: torch.device | None,

@@ -270,17 +270,17 @@ def cat_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor
     return joined.expand(len(operands[0].nominal), *node.shape)
 
 
-def _written_once(node: Node) -> bool:
-    check_written_once(node.operands[0].shape, arguments(node)["index"])
+def _assigned_once(node: Node) -> bool:
+    check_assigned_once(node.operands[0].shape, arguments(node)["index"])
     return True
 
 
-def check_written_once(shape: tuple[int, ...], index: Any) -> None:
-    """Checks that an assignment writes to no position twice: torch does not define which of the values is kept."""
-    # Indexing the entries' numbers with the same index gives the positions that are written to.
+def check_assigned_once(shape: tuple[int, ...], index: Any) -> None:
+    """Checks that an assignment assigns no position twice: torch does not define which of the values is kept."""
+    # Indexing the entries' numbers with the same index gives the positions that are assigned.
     places = torch.arange(math.prod(shape)).reshape(shape)[mapped(_constant, index)].flatten()
     if len(places) != len(places.unique()):
-        raise NoAnswer("positions that are written to twice")
+        raise NoAnswer("positions that are assigned twice")
 
 
 def _constant(leaf: Any) -> Any:
@@ -290,13 +290,13 @@ def _constant(leaf: Any) -> Any:
     return leaf.cpu() if isinstance(leaf, Tensor) else leaf
 
 
-@rule("setitem", linear=_written_once, schur=COUNTED, tags=Tag.MOVES)
-def written(call: Call, x: Value, index: Any, value: Any) -> Value:
+@rule("setitem", linear=_assigned_once, schur=COUNTED, tags=Tag.MOVES)
+def assigned(call: Call, x: Value, index: Any, value: Any) -> Value:
     """Replaces entries of x by those of ``value``, each used at most m times: ‖δ‖² ≤ ‖δx‖² + m‖δvalue‖².
 
-    No position is written twice.
+    No position is assigned twice.
     """
-    check_written_once(x.shape, index)
+    check_assigned_once(x.shape, index)
     if not isinstance(value, Value):
         value = Value.constant(torch.as_tensor(value, dtype=torch.float64))
     # On the meta device indexing computes the shape only.
@@ -308,7 +308,7 @@ def written(call: Call, x: Value, index: Any, value: Any) -> Value:
 
 
 @rounding("setitem")
-def written_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
+def assigned_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Tensor:
     """Entries are exact, but a constant among them is rounded to the deployed format."""
     args, error = arguments(node), zeros(node, operands)[0]
     if not isinstance(args["value"], Node):

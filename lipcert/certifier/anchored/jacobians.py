@@ -24,8 +24,8 @@ from lipcert.norms import (
     lanczos_error,
     lanczos_norm,
     row_norms,
+    row_norms_by_adjoint,
     start_vectors,
-    written_row_norms,
 )
 from lipcert.numerics import l2_norm
 from lipcert.roundoff import Pair
@@ -334,7 +334,7 @@ class Jacobians:
             jacobian = self.operator(a, b, part, several=True)
             count, device = len(part[a]), part[a].device
             if rows <= 2 * min(PROBES, columns):
-                norms.append(written_row_norms(jacobian.adjoint, count, rows, block=block, device=device))
+                norms.append(row_norms_by_adjoint(jacobian.adjoint, count, rows, block=block, device=device))
             elif draw is None:
                 norms.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
             else:
