@@ -26,7 +26,7 @@ from torch import Tensor
 
 import lipcert
 from lipcert.surgery import SmoothProject
-from lipcert.training import NormHold, twice_differentiable
+from lipcert.training import NormLimits, twice_differentiable
 
 ASSETS = Path(lipcert.__file__).parent / "assets"
 EPS = 36 / 255
@@ -59,7 +59,7 @@ def train(model: lipcert.Model, images: Tensor, labels: Tensor, epochs: int, lr:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=epochs * -(-len(images) // 64))
-    hold = NormHold(model)
+    hold = NormLimits(model)
     for epoch in range(epochs):
         for batch in torch.randperm(len(images)).split(64):
             pixels = images[batch].float() / 255

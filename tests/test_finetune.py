@@ -37,7 +37,7 @@ from lipcert.training import (
     Log,
     Mixed,
     Muon,
-    NormHold,
+    NormLimits,
     Validation,
     _finetune,
     _losses,
@@ -284,7 +284,7 @@ def test_norms_are_held_part_by_part(seed: int, norm: float) -> None:
         network.conv.weight[4:] *= 1e-3
         network.small.weight *= 1e-3
     before = copy.deepcopy(network)
-    hold = NormHold(network, norm)
+    hold = NormLimits(network, norm)
     for _ in range(600):
         hold()
     assert torch.linalg.matrix_norm(network.qkv.weight[:6], 2).item() == pytest.approx(norm, rel=1e-3)
@@ -309,7 +309,7 @@ def test_overlapping_convolutions_are_held_as_operators(arguments: dict) -> None
     conv = nn.Conv2d(2, 4, 3, **arguments)
     with torch.no_grad():
         conv.weight.copy_(conv.weight.abs() * 10)
-    hold = NormHold(nn.Sequential(conv), 0.7)
+    hold = NormLimits(nn.Sequential(conv), 0.7)
     for _ in range(600):
         hold()
     assert operator_norm(conv).item() == pytest.approx(0.7, rel=1e-3)
@@ -319,7 +319,7 @@ def test_overlapping_convolutions_are_held_as_operators(arguments: dict) -> None
 def test_a_matrix_that_begins_as_zeros_is_held_later() -> None:
     linear = nn.Linear(4, 4)
     nn.init.zeros_(linear.weight)
-    hold = NormHold(nn.Sequential(linear), 1.0)
+    hold = NormLimits(nn.Sequential(linear), 1.0)
     nn.init.constant_(linear.weight, 3.0)
     for _ in range(20):
         hold()
@@ -330,8 +330,8 @@ def test_parametrised_weights_are_not_held_in_silence() -> None:
     net = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(192, 8)), nn.Linear(8, 4))
     model = lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 8, 8))
     with pytest.raises(InputError, match="1 computes its weight from others"):
-        NormHold(model, 0.1)
-    NormHold(model, {"2": 0.1})
+        NormLimits(model, 0.1)
+    NormLimits(model, {"2": 0.1})
     assert torch.linalg.matrix_norm(net[2].weight, 2) <= 0.1001
 
 
@@ -437,7 +437,7 @@ def test_norms_are_held_by_patterns(loader) -> None:
     scales = {path: projection.weight.abs().max().item() for path, projection in projections(model)}
     assert scales["blocks.0.norm1"] == pytest.approx(0.5)
     assert scales["blocks.0.norm2"] == pytest.approx(0.4)
-    free = NormHold(vit(attention="keep"), {"*.fc1": 0.1})
+    free = NormLimits(vit(attention="keep"), {"*.fc1": 0.1})
     assert [matrix.path for matrix in free.matrices] == ["blocks.0.mlp.fc1"]
 
 

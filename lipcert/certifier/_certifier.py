@@ -135,10 +135,10 @@ class Certifier:
                 f"the model must return logits (N, classes), it returns shape {self.analysis.output.shape}"
             )
         self._compared, self._seed = 0, seed_of(self.model)
-        held = {tensor.untyped_storage().data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())}
+        weights = {tensor.untyped_storage().data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers())}
         read = [tensor for node in self.analysis.graph.nodes for tensor in node.tensors]
         # What the graph reads and no copy of the network holds, such as tensors of closures in hooks.
-        self._outside = [(each, each.clone()) for each in read if each.untyped_storage().data_ptr() not in held]
+        self._outside = [(each, each.clone()) for each in read if each.untyped_storage().data_ptr() not in weights]
         flops, size = forward_pass(self.model, self.analysis)
         self.nominal = NominalMargins(self.model, self.analysis, prove=flops <= _WORK_OF_A_PROOF)
         self.subject = Subject(self.model, self.analysis, eps, rounding, self.nominal.bounded, flops, size)
@@ -160,13 +160,13 @@ class Certifier:
             slowest = max(slowest, _PASSES_AN_ATTACK * flops)
         count = (_TOGETHER if slowest else _FORWARD)[kind]
         # A forward pass, and a look at rounding, take a part of the batch at once.
-        held = count if slowest else max(1, int(8 * ENTRIES_AT_ONCE / size))
+        in_memory = count if slowest else max(1, int(8 * ENTRIES_AT_ONCE / size))
         work = slowest or _PASSES * flops / _CORES[kind]
 
         def too_many() -> bool:
             slow = count * work > _WORK_TOGETHER and count * self._call > _WORK_OF_A_CALL
             useless = slowest and kind == "cpu" and count > _FEW and count * self._call > _WORK_OF_A_THREAD
-            return bool(slow or useless or min(count, held) * largest > memory)
+            return bool(slow or useless or min(count, in_memory) * largest > memory)
 
         while count > 1 and too_many():
             count //= 2

@@ -100,11 +100,11 @@ class _Run:
     ):
         self.model, self.asked, self.report, self.until = model, asked, report, until
         self.faithful = asked.engine == "faithful"
-        self.calibration, self.held = shares(model, loader, held_out, number_of_classes(model))
+        self.calibration, self.held_out = shares(model, loader, held_out, number_of_classes(model))
         self.chosen, self.untouched = choose(model, asked.layers)
         self.norms = {path: layer.shape.norm for path, layer in self.chosen.items()}
         with Processes.connected().together():  # so that no image stops the run after the layers are solved
-            images = sum(len(batch) for batch in self.held)
+            images = sum(len(batch) for batch in self.held_out)
         if held_out is not None and not _sums([images])[0]:
             raise InputError("there are no images in held_out; give at least one batch, or leave it out")
         self.notes: list[str] = []
@@ -137,7 +137,7 @@ class _Run:
         def figures(name: str, norms: Mapping[str, float], bound: float | None = None) -> NetworkFigures:
             return NetworkFigures(log10_norms(norms), bound, accuracy.get(name), agreement.get(name))
 
-        images, held_out = _sums([self.calibration.count, self.held.count])
+        images, held_out = _sums([self.calibration.count, self.held_out.count])
         norms = {name: {entry.path: entry.baselines[name] for entry in entries} for name in BASELINES}
         model.constraint = ConstraintReport(
             measure=asked.lowered,
@@ -188,7 +188,7 @@ class _Run:
     def _moments(self, count: int) -> Iterator[dict[str, list[Moments]]]:
         """For each group of layers, the moments on the calibration images, divided into ``count`` parts."""
         modules = {path: layer.module for path, layer in self.chosen.items()}
-        total = self.held.left_out  # 0 if it is unknown before the first pass
+        total = self.held_out.left_out  # 0 if it is unknown before the first pass
 
         def count_images(number: int, passes: int, images: int) -> None:
             what = f"calibration images, pass {number} of {passes}" if passes > 1 else "calibration images"
@@ -248,13 +248,13 @@ class _Run:
         """The relative output errors of the layers on held-out images, in the original network."""
         errors: dict[str, float] = {}
         modules = {path: layer.module for path, layer in self.chosen.items()}
-        if not _sums([self.held.count])[0]:
+        if not _sums([self.held_out.count])[0]:
             return errors
 
         def count(number: int, passes: int, images: int) -> None:
-            self.report("errors on held-out images", images, self.held.count or None)
+            self.report("errors on held-out images", images, self.held_out.count or None)
 
-        for group in stream(self.model, self.held, modules, max_bytes=self.asked.max_bytes, progress=count):
+        for group in stream(self.model, self.held_out, modules, max_bytes=self.asked.max_bytes, progress=count):
             for path, moments in group.items():
                 old, change = before[path].flatten(1), (after[path] - before[path]).flatten(1)
                 if outputs := moments.energy(old):
@@ -266,7 +266,7 @@ class _Run:
         right, same = dict.fromkeys(variants, 0), dict.fromkeys(variants, 0)
         images = labelled = 0
         with Processes.connected().together(), evaluating(self.model), torch.no_grad():
-            for batch, labels in self.held.pairs():
+            for batch, labels in self.held_out.pairs():
                 top: dict[str, Tensor] = {}
                 for name, weights in variants.items():
                     _put(self.chosen, weights)
@@ -277,7 +277,7 @@ class _Run:
                     right[name] += 0 if labels is None else int((classes == labels).sum())
                 images += len(batch)
                 labelled += 0 if labels is None else len(batch)
-                self.report("comparing on held-out images", images, self.held.count or None)
+                self.report("comparing on held-out images", images, self.held_out.count or None)
         images, labelled, *counts = _sums([images, labelled, *right.values(), *same.values()])
         if not images:
             return {}, {}

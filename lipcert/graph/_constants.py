@@ -46,7 +46,7 @@ class Constants(Pausable, TorchFunctionMode):
     def __init__(self, module: nn.Module, tracks: Callable[[Any], bool], path: Callable[[], str]):
         super().__init__()
         self.tracks, self.path = tracks, path
-        self.held = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        self.weights = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
         self.made: dict[int, tuple[Tensor, int, Node]] = {}
 
     def __torch_function__(
@@ -113,7 +113,7 @@ class Constants(Pausable, TorchFunctionMode):
             self.made[id(tensor)] = tensor, write_count(tensor), self.source(other)
 
     def is_new(self, tensor: Tensor) -> bool:
-        return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in self.held
+        return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in self.weights
 
     def sources(self, tree: Any) -> Any:
         """Arguments with the nodes of computed tensors in their place."""

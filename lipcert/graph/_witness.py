@@ -143,17 +143,17 @@ def examples(image: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def first_run(module: nn.Module, image: Tensor) -> Any:
     """Runs a module, possibly for the first time, on an image of shape (1, C, H, W); returns its result."""
-    held, runs = [], [Derived([])]
+    storing, runs = [], [Derived([])]
     for _ in range(2):
         pixels = image.clone()
         with Derived([pixels], earlier=runs[-1].memory) as derived:
             result = module(pixels)
         runs.append(derived)
         parts = [(path, name, value) for path, part in module.named_modules() for name, value in vars(part).items()]
-        held.append(
+        storing.append(
             {f"{path}.{name}".strip(".") for path, name, value in parts if any(x in derived for x in leaves(value))}
         )
-    stale = held[0] - held[1] or ({""} if runs[2].stale or runs[1].reads - runs[2].reads else set())
+    stale = storing[0] - storing[1] or ({""} if runs[2].stale or runs[1].reads - runs[2].reads else set())
     if stale:
         raise UnsupportedCode([("values of an image that are kept for the next one", place) for place in stale])
     return result

@@ -98,8 +98,8 @@ class Gains:
                         raise NoAnswer(f"a result in {kind}")
                     # In float64 itself the network is the one with these constants as float64 has them.
                     for constant in () if fmt == REAL else constants:
-                        held = constant.untyped_storage().data_ptr() in stored
-                        if not (held or _is_mask(constant)) and fmt.computed.error_of(constant) is None:
+                        is_stored = constant.untyped_storage().data_ptr() in stored
+                        if not (is_stored or _is_mask(constant)) and fmt.computed.error_of(constant) is None:
                             raise NoAnswer("a constant that the network computes")
                     fmt.computed.asked.clear()
                     operands = [Operand(nominal[u], zero, torch.full_like(zero, math.inf)) for u in node.operands]

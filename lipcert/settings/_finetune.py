@@ -79,7 +79,7 @@ class FinetuneSettings:
     changes from the first to the last during 80 % of the run; ``"auto"`` is 2, at last 0.2 times the median margin of
     the first batch.
     ``upper_weight`` is λ_θ, ``vectors`` is about :class:`lipcert.training.LocalBound`, ``max_norm`` about
-    :class:`lipcert.training.NormHold`, the optimizer ``"muon"`` about :class:`lipcert.training.Muon`. The schedule
+    :class:`lipcert.training.NormLimits`, the optimizer ``"muon"`` about :class:`lipcert.training.Muon`. The schedule
     ``"multistep"`` divides the learning rate by 5 at 0.5, 0.6, 0.7 and 0.8 of the run. ``only="*.attn.*"`` with the
     loss ``"ce"`` is the L2 adaptation of Gupta and Verma 2023 (arXiv 2302.10287, figure 3a), and ``keep_zeros`` the
     retraining after pruning in section 3.5 of that paper.

@@ -22,7 +22,7 @@ from lipcert.training._losses import (
     trades_loss,
     twice_differentiable,
 )
-from lipcert.training._matrices import NormHold
+from lipcert.training._matrices import NormLimits
 from lipcert.training._muon import Muon
 from lipcert.training._recipe import denoised, recipe_for, settings_for
 from lipcert.training._validation import Log, Validation

@@ -37,7 +37,7 @@ from lipcert.training._epoch import Epoch
 from lipcert.training._head import classifier, fit_head
 from lipcert.training._local import LocalBound
 from lipcert.training._losses import BY_NAME, teacher_loss, twice_differentiable
-from lipcert.training._matrices import NormHold, held_at, matrices
+from lipcert.training._matrices import NormLimits, matrices, norm_limits
 from lipcert.training._muon import Muon
 from lipcert.training._recipe import denoised, settings_for
 
@@ -184,7 +184,7 @@ def check_trainable(model: Model, asked: FinetuneSettings, teacher: Model | None
     """Checks that :func:`finetune` can train the model with these settings, and with this teacher."""
     check_eps(asked.eps, model)
     if asked.max_norm is not None:
-        held_at(model, asked.max_norm)
+        norm_limits(model, asked.max_norm)
     if model.dtype not in (torch.float32, torch.float64):
         raise InputError(f"the weights are {model.dtype}; train them in float32: model.float()")
     check_weights(model)
@@ -273,7 +273,7 @@ class _Run:
         weights = {matrix.parameter for matrix in matrices(model)} if asked.keep_zeros else set()
         self.zeros = [(p, p == 0) for p in weights if bool((p == 0).any())]
         self.orthogonal = [module for module in model.modules() if isinstance(module, Orthogonal)]
-        self.hold = None if asked.max_norm is None else NormHold(model, asked.max_norm)
+        self.limit_norms = None if asked.max_norm is None else NormLimits(model, asked.max_norm)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = self._optimizer()
         self.average = None if asked.ema is None else ModelEmaV3(model, decay=asked.ema, use_warmup=True)
@@ -363,8 +363,8 @@ class _Run:
     @torch.no_grad()
     def _margins(self, images: Tensor) -> list[float]:
         """The margins of a batch, within the limits on norms."""
-        if self.hold is not None:
-            self.hold()
+        if self.limit_norms is not None:
+            self.limit_norms()
         best = self.logits(images).topk(2, 1).values
         return (best[:, 0] - best[:, 1]).tolist()
 
@@ -428,8 +428,8 @@ class _Run:
         self.optimizer.step()
         for module in self.orthogonal:
             module.retract()
-        if self.hold is not None:
-            self.hold()
+        if self.limit_norms is not None:
+            self.limit_norms()
         with torch.no_grad():
             for parameter, zeros in self.zeros:
                 parameter.masked_fill_(zeros, 0.0)
@@ -493,7 +493,7 @@ class _Run:
             "weights": self.model.state_dict(),
             "average": None if self.average is None else self.average.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "vectors": [] if self.hold is None else self.hold.vectors,
+            "vectors": [] if self.limit_norms is None else self.limit_norms.vectors,
             "bound": [] if self.bound is None else self.bound.estimator.vectors,
             "local": {} if self.local is None else self.local.vectors,
             "random": torch.get_rng_state(),
@@ -508,8 +508,8 @@ class _Run:
         if self.average is not None:
             self.average.module.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.hold is not None:
-            for vector, saved in zip(self.hold.vectors, state["vectors"], strict=True):
+        if self.limit_norms is not None:
+            for vector, saved in zip(self.limit_norms.vectors, state["vectors"], strict=True):
                 vector.copy_(saved)
         if self.bound is not None:
             self.bound.estimator.vectors = [vector.to(self.model.device) for vector in state["bound"]]

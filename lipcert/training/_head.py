@@ -40,7 +40,9 @@ def fit_head(
     seen: list[Tensor] = []
     features: list[Tensor] = []
     labels: list[Tensor] = []
-    held: list[Tensor] = []  # of the first pass, where an image has the same place in the clean and the noisy batch
+    validation: list[
+        Tensor
+    ] = []  # of the first pass, where an image has the same place in the clean and the noisy batch
     size = 0
     with torch.no_grad(), head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
         for draw in range(draws):
@@ -56,10 +58,10 @@ def fit_head(
                     labels.append(classes.to(logits.device))
                     size += 4 * seen[0].numel()
                     if draw == 0:
-                        held.append(torch.arange(len(images), device=logits.device) % _HELD_OUT == 0)
+                        validation.append(torch.arange(len(images), device=logits.device) % _HELD_OUT == 0)
     if not features:
         return None
-    every, wanted, part = torch.cat(features), torch.cat(labels), torch.cat(held)
+    every, wanted, part = torch.cat(features), torch.cat(labels), torch.cat(validation)
     first = every[: len(part)], wanted[: len(part)]
     scores = {}
     for decay in _DECAYS:

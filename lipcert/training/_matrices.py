@@ -93,7 +93,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from ((path.removeprefix("net."), module) for path, module in model.named_modules())
 
 
-class NormHold:
+class NormLimits:
     """Limits the spectral norms of the matrices of a network; queries, keys and values are separate matrices.
 
     The scales of projections, which are diagonal matrices, are clipped to ±norm.
@@ -109,9 +109,9 @@ class NormHold:
     """
 
     def __init__(self, model: nn.Module, norm: MaxNorm = 1.0):
-        held, self.scales = held_at(model, norm)
-        self.matrices = [matrix for matrix, _ in held]
-        self.norms = [largest for _, largest in held]
+        limited, self.scales = norm_limits(model, norm)
+        self.matrices = [matrix for matrix, _ in limited]
+        self.norms = [largest for _, largest in limited]
         generator = torch.Generator().manual_seed(0)
         self.vectors = [matrix.start(generator) for matrix in self.matrices]
         for _ in range(20):
@@ -129,11 +129,11 @@ class NormHold:
             matrix.value().div_((norms / norm).clamp_min(1.0))
 
 
-def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]], list[tuple[nn.Parameter, float]]]:
-    """The matrices and the scales of projections with a limit, each with this limit; see :class:`NormHold`."""
+def norm_limits(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]], list[tuple[nn.Parameter, float]]]:
+    """The matrices and the scales of projections with a limit, each with this limit; see :class:`NormLimits`."""
     limits = norm if isinstance(norm, Mapping) else {"*": norm}
     missed = set(limits) - {"*"}
-    held: list[tuple[Matrix, float]] = []
+    limited: list[tuple[Matrix, float]] = []
     scales: list[tuple[nn.Parameter, float]] = []
     every = list(matrices(model))
 
@@ -149,13 +149,13 @@ def held_at(model: nn.Module, norm: MaxNorm) -> tuple[list[tuple[Matrix, float]]
                     f"{matrix.path} computes its weight from others (a parametrisation), so max_norm cannot limit it; "
                     "leave it out by a pattern, or remove the parametrisation"
                 )
-            held.append((matrix, largest))
+            limited.append((matrix, largest))
     for path, module in projections(model):
         scales += [(module.weight, largest) for largest in norms_at(path)]
     if missed:
         paths = ", ".join(matrix.path for matrix in every[:8])
         raise InputError(f"max_norm has {min(missed)!r}, and no layer of the network matches it; there are {paths} …")
-    return held, scales
+    return limited, scales
 
 
 def projections(model: nn.Module) -> Iterator[tuple[str, SmoothProject | LayerProject]]:
