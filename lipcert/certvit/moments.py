@@ -231,8 +231,8 @@ def _one_pass(
         if isinstance(module, L2Attention):
             # u = v W_hᵀ/√d, see _watching.
             queries = module.q.weight.detach().unflatten(0, (module.num_heads, -1))
-            through = (queries * module.scale).to(moments[name].second)
-            moments[name].second = through.mT @ moments[name].second @ through
+            factor = (queries * module.scale).to(moments[name].second)
+            moments[name].second = factor.mT @ moments[name].second @ factor
         moments[name].all_reduce()
         moments[name].second = moments[name].second.cpu()
     return moments

@@ -224,26 +224,26 @@ def _lstm(
     batch_first: bool,
 ) -> Tensor:
     """One output of ``lstm``, computed step by step. Unlike torch's own, it runs under ``vmap``."""
-    ways, count = 2 if bidirectional else 1, 4 if biased else 2
-    if len(weights) != ways * count * layers:
+    directions, count = 2 if bidirectional else 1, 4 if biased else 2
+    if len(weights) != directions * count * layers:
         raise UnsupportedCode([("lstm with projections (proj_size)", "")])
     steps = x.unbind(1 if batch_first else 0)
     last_h, last_c = [], []
     for layer in range(layers):
         outputs = []
-        for way in range(ways):
-            index = layer * ways + way
+        for direction in range(directions):
+            index = layer * directions + direction
             parts = weights[index * count : (index + 1) * count]
             h, c = state[0][index], state[1][index]
             hidden = []
-            for step in steps[::-1] if way else steps:
+            for step in steps[::-1] if direction else steps:
                 gates = F.linear(step, parts[0], *parts[2:3])
                 gates = gates + F.linear(h, parts[1], *parts[3:4])
                 i, f, g, o = gates.chunk(4, -1)
                 c = f.sigmoid() * c + i.sigmoid() * g.tanh()
                 h = o.sigmoid() * c.tanh()
                 hidden.append(h)
-            outputs.append(hidden[::-1] if way else hidden)
+            outputs.append(hidden[::-1] if direction else hidden)
             last_h.append(h)
             last_c.append(c)
         steps = tuple(torch.cat(together, -1) for together in zip(*outputs, strict=True))

@@ -100,8 +100,8 @@ class RoundingBounds:
                 term = times(size[link.node], kappa)
                 weight[:, self.place[link.operand]] += term
                 lost.append(times(term, self.noise[link.operand]))
-        through = torch.where(self.paths > 0, self.paths * weight[:, None], 0.0).sum(2)
-        return at_most(torch.stack(lost).sum(0)), at_most(through)
+        by_paths = torch.where(self.paths > 0, self.paths * weight[:, None], 0.0).sum(2)
+        return at_most(torch.stack(lost).sum(0)), at_most(by_paths)
 
 
 class PathBounds:

@@ -285,7 +285,7 @@ class Evaluated:
 
     Of an affine operation in float64 there are two bounds on the error in a ball: that of its rule for operands
     anywhere in the ball, entry by entry, and that for the operands at the images, with what products with its matrix
-    add for the way from there (:meth:`Gains.slopes`). The second depends on ℓ2 lengths alone.
+    add for the distance from there (:meth:`Gains.slopes`). The second depends on ℓ2 lengths alone.
 
     Attributes:
         values: of every node with one result, each of shape (N, *node.shape).
@@ -326,8 +326,8 @@ class Evaluated:
         if slopes is None:
             return error, norm
         there = self.gains.error(node, [self._operand(u, False) for u in node.operands])
-        ways = [_times(2 * slope, self._way(u)) for u, slope in slopes.items()]
-        further = sum(ways, torch.zeros_like(norm)) * OWN_ROUNDING
+        moved = [_times(2 * slope, self._displacement(u)) for u, slope in slopes.items()]
+        further = sum(moved, torch.zeros_like(norm)) * OWN_ROUNDING
         entries = there + further.reshape(-1, *[1] * (there.dim() - 1))
         return torch.minimum(error, entries), torch.minimum(norm, error_norm(there) + further)
 
@@ -336,11 +336,11 @@ class Evaluated:
         error = self.errors[node]
         if self.gains.format == REAL:  # the nominal values have errors of the same bound
             error = 2 * error
-        moved = error + self._way(node) if ball else error
+        moved = error + self._displacement(node) if ball else error
         limit = torch.full_like(error, float(self.gains.values[node].magnitude)) + error
         return Operand(self.values[node], moved, limit)
 
-    def _way(self, node: Node) -> Tensor:
+    def _displacement(self, node: Node) -> Tensor:
         """How far a value moves within the radius."""
         return _times(float(self.gains.values[node].lip), self.radius)
 
@@ -360,8 +360,10 @@ class Evaluated:
             distances = torch.stack([self._distances[y] for y in classes.tolist()])[place]
             head = self.local[output].flatten(1).expand(shape)
             # The rounding errors of logit j and of logit y both count.
-            through = distances * self.errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
-            bounds = torch.minimum(bounds, through)
+            by_features = (
+                distances * self.errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
+            )
+            bounds = torch.minimum(bounds, by_features)
         bounds = at_most(bounds * OWN_ROUNDING)
         return bounds.scatter(1, predicted[:, None], 0.0)
 

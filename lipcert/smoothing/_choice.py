@@ -102,9 +102,11 @@ def choose_sigma(
     # All larger ones reach ε too. If none does, the certifier of the last one says what to change.
     least = next((step for step, settings in enumerate(candidates) if plan_of(model, settings).reaches), last)
     best = max(least, _FIRST)
-    for way in (-1, 1):
-        while least <= best + way <= last and time.monotonic() < deadline and share(best + way) > share(best):
-            best += way
+    for direction in (-1, 1):
+        while (
+            least <= best + direction <= last and time.monotonic() < deadline and share(best + direction) > share(best)
+        ):
+            best += direction
     share(best)
     return SigmaChoice(max(shares, key=lambda sigma: shares[sigma]), shares, len(images), labels is not None)
 

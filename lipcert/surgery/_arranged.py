@@ -313,14 +313,14 @@ class L2RotaryAttention(L2Attention):
             return first, second
         return channels[..., ::2], channels[..., 1::2]
 
-    def _turned(self, y: Tensor, rope: Tensor | None, way: int) -> Tensor:
-        """R_i y_i for ``way`` 1, R_iᵀ y_i for −1, (N, heads, tokens, d); R_i maps a pair to (c₁a − s₁b, s₂a + c₂b)."""
+    def _turned(self, y: Tensor, rope: Tensor | None, sign: int) -> Tensor:
+        """R_i y_i for ``sign`` 1, R_iᵀ y_i for −1, (N, heads, tokens, d); R_i maps a pair to (c₁a − s₁b, s₂a + c₂b)."""
         if rope is None:
             return y
         sine, cosine = rope.to(y.dtype).chunk(2, -1)
         front, tail = y[:, :, : self.prefix], y[:, :, self.prefix :]
         (a, b), (s1, s2), (c1, c2) = (self._pairs(part) for part in (tail, sine, cosine))
-        pair = (a * c1 - b * s1, b * c2 + a * s2) if way > 0 else (a * c1 + b * s2, b * c2 - a * s1)
+        pair = (a * c1 - b * s1, b * c2 + a * s2) if sign > 0 else (a * c1 + b * s2, b * c2 - a * s1)
         turned = torch.cat(pair, -1) if self.by_halves else torch.stack(pair, -1).flatten(-2)
         return torch.cat((front, turned), 2)
 

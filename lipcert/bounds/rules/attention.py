@@ -240,8 +240,8 @@ def attention(
     n = q.shape[-2]
     s = abs(scale) if scale is not None else Upper(1) / math.nextafter(math.sqrt(q.shape[-1]), 0)
     t_q, t_k, t_v = q.row_norm(-1), k.row_norm(-1), v.row_norm(-1)
-    through_scores = t_k * q.lip * spread[0] + (Upper(n) / 2).sqrt() * t_q * k.lip * spread[1]
-    lip = Upper(n).sqrt() * v.lip * spread[2] + t_v * s * through_scores
+    by_scores = t_k * q.lip * spread[0] + (Upper(n) / 2).sqrt() * t_q * k.lip * spread[1]
+    lip = Upper(n).sqrt() * v.lip * spread[2] + t_v * s * by_scores
     if isinstance(attn_mask, Value):
         scores = batch * n * k.shape[-2]
         copies = Upper(scores // max(1, math.prod(attn_mask.shape))).sqrt()

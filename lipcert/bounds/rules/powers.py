@@ -144,7 +144,7 @@ def square_root(call: Call, x: Value) -> Value:
         return Value(call.shape, INFINITE, unbounded="its slope is unbounded near 0")
     floor = _below(math.sqrt(x.lowest))
     result = Value(call.shape, min(candidates), magnitude=x.magnitude.sqrt(), floor=floor)
-    result.origin = _through(energy, "root")
+    result.origin = _as_root(energy, "root")
     return result
 
 
@@ -160,11 +160,11 @@ def inverse_root(call: Call, x: Value) -> Value:
     if energy is not None:
         lip = min(lip, _of_root(energy) / least)
     result = Value(call.shape, lip, magnitude=inverse, floor=0.0)
-    result.origin = _through(energy, "inverse")
+    result.origin = _as_root(energy, "inverse")
     return result
 
 
-def _through(energy: Origin | None, kind: str) -> Origin | None:
+def _as_root(energy: Origin | None, kind: str) -> Origin | None:
     if energy is None:
         return None
     return Origin(kind, energy.source, energy.dims, energy.count, energy.eps, energy.centred)

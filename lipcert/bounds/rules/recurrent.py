@@ -34,14 +34,14 @@ def lstm(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     directions the constant is the root of the sum of squares.
     """
     answers, _ = _layer(x, *args, **kwargs)  # type: ignore[arg-type]
-    return Value(call.shape, x.lip * root_sum_squares(*(through_h for through_h, _ in answers)), magnitude=1)
+    return Value(call.shape, x.lip * root_sum_squares(*(of_h for of_h, _ in answers)), magnitude=1)
 
 
 @rule("lstm_last_cell")
 def lstm_cell(call: Call, x: Value, *args: object, **kwargs: object) -> Value:
     """The last cell states; see :func:`lstm` for the proof."""
     answers, magnitude = _layer(x, *args, **kwargs)  # type: ignore[arg-type]
-    return Value(call.shape, x.lip * root_sum_squares(*(through_c for _, through_c in answers)), magnitude=magnitude)
+    return Value(call.shape, x.lip * root_sum_squares(*(of_c for _, of_c in answers)), magnitude=magnitude)
 
 
 def _layer(
@@ -60,18 +60,20 @@ def _layer(
         raise NoAnswer("it is random, training=True")
     steps = x.shape[1] if batch_first else x.shape[0]
     start = max((largest(tensor) for tensor in state), default=Upper(0))
-    ways = ways_of(x.shape, weights, biased, layers, bidirectional)
-    return [_responses(dense_norm(way[0]), dense_norm(way[1]), start, steps) for way in ways], start + steps
+    directions = directions_of(x.shape, weights, biased, layers, bidirectional)
+    return [
+        _responses(dense_norm(direction[0]), dense_norm(direction[1]), start, steps) for direction in directions
+    ], start + steps
 
 
-def ways_of(
+def directions_of(
     shape: tuple[int, ...], weights: Sequence[Tensor], biased: bool, layers: int, bidirectional: bool
 ) -> list[Sequence[Tensor]]:
     """The weights of each direction."""
-    count, ways = 4 if biased else 2, 2 if bidirectional else 1
+    count, directions = 4 if biased else 2, 2 if bidirectional else 1
     if layers != 1 or len(shape) != 3:
         raise NoAnswer("more than one layer, or no batch axis")
-    if len(weights) != count * ways:
+    if len(weights) != count * directions:
         raise NoAnswer("projections")
     return [weights[first : first + count] for first in range(0, len(weights), count)]
 
@@ -129,15 +131,15 @@ class Recurrence(Remainder):
         args = arguments(node)
         if len(operands) != 1 or args["input"] is not node.operands[0]:
             raise NoAnswer("a state or weights that depend on the image")
-        ways = ways_of(
+        directions = directions_of(
             node.operands[0].shape, args["params"], args["has_biases"], args["num_layers"], args["bidirectional"]
         )
         x = operands[0].movedim(2, 0) if args["batch_first"] else operands[0].movedim(1, 0)  # (T, N, batch, channels)
         self.op = node.op
-        self.norms = [tuple(float(dense_norm(weight)) for weight in way[:2]) for way in ways]
+        self.norms = [tuple(float(dense_norm(weight)) for weight in direction[:2]) for direction in directions]
         self.steps = [
-            _run(x.flip(0) if index else x, way, args["hx"][0][index], args["hx"][1][index])
-            for index, way in enumerate(ways)
+            _run(x.flip(0) if index else x, direction, args["hx"][0][index], args["hx"][1][index])
+            for index, direction in enumerate(directions)
         ]
 
     def norm(self, rho: Sequence[Tensor]) -> Tensor:
@@ -154,9 +156,9 @@ class Recurrence(Remainder):
         return lambda rho: size * self.norm(rho)
 
 
-def _run(x: Tensor, way: Sequence[Tensor], h: Tensor, c: Tensor) -> list[Step]:
+def _run(x: Tensor, direction: Sequence[Tensor], h: Tensor, c: Tensor) -> list[Step]:
     """The steps of one direction at the nominal point."""
-    weights = [tensor.detach().double() for tensor in way]
+    weights = [tensor.detach().double() for tensor in direction]
     h, c = (tensor.detach().double().expand(x.shape[1], *tensor.shape) for tensor in (h, c))
     steps = []
     for entry in x.double():
