@@ -50,9 +50,9 @@ class Core:
 
     def interval(self, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         """The largest increase and decrease of the result: W⁺up + W⁻down and W⁺down + W⁻up, rounded up."""
-        rise = self.operation(up, self.positive) + self.operation(down, self.negative)
-        fall = self.operation(down, self.positive) + self.operation(up, self.negative)
-        return rise * INFLATE, fall * INFLATE
+        increase = self.operation(up, self.positive) + self.operation(down, self.negative)
+        decrease = self.operation(down, self.positive) + self.operation(up, self.negative)
+        return increase * INFLATE, decrease * INFLATE
 
     def row_norms(self, inner: Tensor) -> Tensor:
         """Norms of the rows of A·diag(inner), in the shape of the result, rounded up."""

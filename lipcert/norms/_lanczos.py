@@ -129,7 +129,7 @@ def _raised(
     def largest(some: Tensor) -> Tensor:
         return some.reshape(-1, maps).amax(0)
 
-    diagonal, beside = list[Tensor](), list[Tensor]()
+    diagonal, off_diagonal = list[Tensor](), list[Tensor]()
     basis = start.new_empty(images, steps + 1, start.shape[1])
     basis[:, 0] = start
     upper, top, residual = torch.full_like(bound, math.inf), ritz, torch.zeros_like(bound)
@@ -150,18 +150,18 @@ def _raised(
             orthogonal = orthogonal - (orthogonal @ previous.mT) @ previous
         orthogonal = orthogonal[:, 0]
         size, length = (computed_l2_norm(part, 1) for part in (image, orthogonal))
-        beside.append(torch.where(length > _NOISE * size, length, 0.0))
-        basis[:, step] = torch.where(beside[-1][:, None] > 0, unit_vectors(orthogonal), 0.0)
-        terms = [(diagonal[-1], current), (beside[-1], basis[:, step])]
+        off_diagonal.append(torch.where(length > _NOISE * size, length, 0.0))
+        basis[:, step] = torch.where(off_diagonal[-1][:, None] > 0, unit_vectors(orthogonal), 0.0)
+        terms = [(diagonal[-1], current), (off_diagonal[-1], basis[:, step])]
         if step > 1:
-            terms.append((beside[-2], basis[:, step - 2]))
+            terms.append((off_diagonal[-2], basis[:, step - 2]))
         rounding = size
         for factor, vector in terms:
             image = image - factor[:, None] * vector
             rounding = rounding + factor.abs()
         residual = residual + (l2_norm(image, 1) + 2.0**-50 * rounding).square()
         if step % 2 == 0 or step == steps:
-            value, now = _reach(torch.stack(diagonal, 1), torch.stack(beside, 1), math.log(2 * INFLATE / part))
+            value, now = _reach(torch.stack(diagonal, 1), torch.stack(off_diagonal, 1), math.log(2 * INFLATE / part))
             now = torch.maximum(now, value + 2 * INFLATE / part * residual.sqrt())
             upper = torch.where(settled, upper, torch.minimum(upper, now))
             done = ~largest(~settled).repeat(images // maps)
@@ -176,22 +176,22 @@ def _raised(
     return largest(torch.maximum(bound, torch.where(broken, math.inf, upper))), largest(top)
 
 
-def _reach(diagonal: Tensor, beside: Tensor, log_reach: float) -> tuple[Tensor, Tensor]:
+def _reach(diagonal: Tensor, off_diagonal: Tensor, log_reach: float) -> tuple[Tensor, Tensor]:
     """The largest Ritz values, and the λ to their right with log p_k(λ) = log_reach; both of shape (N,)."""
     tridiagonal = torch.diag_embed(diagonal)
     if diagonal.shape[1] > 1:
-        off = beside[:, :-1]
+        off = off_diagonal[:, :-1]
         tridiagonal = tridiagonal + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     theta = torch.linalg.eigvalsh(tridiagonal)
     top = theta[:, -1]
-    scale = torch.maximum(top, beside.amax(1)).clamp_min(1e-300)
-    log_beside = torch.log((beside / scale[:, None]).clamp_min(1e-12)).sum(1)
+    scale = torch.maximum(top, off_diagonal.amax(1)).clamp_min(1e-300)
+    log_off_diagonal = torch.log((off_diagonal / scale[:, None]).clamp_min(1e-12)).sum(1)
     distances = (top[:, None] - theta) / scale[:, None]
     low, high = torch.zeros_like(top), torch.ones_like(top)
     steps = torch.linspace(0, 1, _SECTIONS + 1, dtype=top.dtype, device=top.device)
 
     def too_low(excess: Tensor) -> Tensor:
-        return torch.log(excess[:, :, None] + distances[:, None]).sum(2) - log_beside[:, None] < log_reach
+        return torch.log(excess[:, :, None] + distances[:, None]).sum(2) - log_off_diagonal[:, None] < log_reach
 
     while bool((rising := too_low(high[:, None])[:, 0]).any()):
         low = torch.where(rising, high, low)

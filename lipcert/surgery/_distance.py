@@ -120,9 +120,9 @@ class _Average:
         """An approximate V, by Newton's method on the condition; all arguments broadcast."""
         value = start
         for _ in range(_NEWTON_STEPS):
-            lhs, fall = self._condition(value, *arguments)
-            # Newton's step for lhs(V) − V = 0, whose derivative is −(1 + fall).
-            value = value + (lhs - value) / (1 + fall)
+            lhs, steepness = self._condition(value, *arguments)
+            # Newton's step for lhs(V) − V = 0, whose derivative is −(1 + steepness).
+            value = value + (lhs - value) / (1 + steepness)
         return value
 
     def bound(self, start: Tensor, *arguments: Tensor) -> list[Upper]:

@@ -292,10 +292,10 @@ class Rectifier(PiecewiseLinearEntries):
         beyond = self.distance if likely is None else self.distance + self.side * per_image(likely)
         width = (beyond.square() + (_WIDTH * most).square()).sqrt().clamp(1e-140, 1e140)
         near = self.distance <= _NEAR * most
-        beside = torch.where(near, 0.0, width - self.distance)
-        linear = -weight * self.side * beside / (2 * width)
+        excess = torch.where(near, 0.0, width - self.distance)
+        linear = -weight * self.side * excess / (2 * width)
         rounded = _ROUNDED * at_most(weight * (most + self.distance + width))
-        constant = torch.where(near, weight * width / 2, weight * beside.square() / (4 * width)) + rounded
+        constant = torch.where(near, weight * width / 2, weight * excess.square() / (4 * width)) + rounded
         constant = constant.sum(1)
         form = Form.weights((weight / torch.where(near, 2, 4) / width).sqrt().reshape(direction.shape))
 

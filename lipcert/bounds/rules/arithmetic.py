@@ -184,10 +184,10 @@ def sum_box(propagation: Propagation, node: Node, *operands: State) -> State:
     constants: list[tuple[State, float]] = []
     for x, sign in states:
         size = abs(sign)
-        rise, fall = (x.up, x.down) if sign >= 0 else (x.down, x.up)
+        increase, decrease = (x.up, x.down) if sign >= 0 else (x.down, x.up)
         # Broadcasting aligns axes from the right, so axes of size 1 go between the image axis and the others.
         form = (len(x.value), *[1] * (len(node.shape) + 1 - x.value.dim()), *x.value.shape[1:])
-        up, down = up + rise.reshape(form) * size, down + fall.reshape(form) * size
+        up, down = up + increase.reshape(form) * size, down + decrease.reshape(form) * size
         rounding = rounding + x.value.abs().reshape(form) * size * 2.0**-48
         copies = math.prod(node.shape) / max(1, math.prod(x.value.shape[1:]))
         constants.append((x, size * math.sqrt(copies) * INFLATE))

@@ -173,8 +173,8 @@ class Network:
             for _ in range(_POINTS):
                 if off <= allowed:
                     break
-                beside = gradients(near(images), near(back))
-                noise = torch.zeros_like(off) if beside is None else computed_l2_norm(beside - expected)
+                nearby = gradients(near(images), near(back))
+                noise = torch.zeros_like(off) if nearby is None else computed_l2_norm(nearby - expected)
                 if pulled.requires_grad:
                     noise = noise + computed_l2_norm(product(near(forth)) - product(forth))
                 allowed = torch.maximum(allowed, _NOISE * noise)
