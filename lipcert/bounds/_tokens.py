@@ -218,8 +218,9 @@ class Radial(Remainder):
         half = (first - other) / 2
         root = torch.hypot(half, mixed)
         # The eigenvector of the larger eigenvalue, by a formula without cancellation.
-        first, second = (torch.where(half >= 0, *entries) for entries in ((half + root, mixed), (mixed, root - half)))
-        v = unit_vectors(first * unit + second * unit_vectors(across))
+        parallel = torch.where(half >= 0, half + root, mixed)
+        perpendicular = torch.where(half >= 0, mixed, root - half)
+        v = unit_vectors(parallel * unit + perpendicular * unit_vectors(across))
         base = other.clamp_min(0) + ROUNDED * slope * length * w**3 + lost  # ‖D²u‖ < 1
         top = torch.maximum((first + other) / 2 + root, base) * (1 + ROUNDED)
         base, top = ((self.scale / 2 * part).sqrt() for part in (base, top))
