@@ -360,10 +360,8 @@ class Evaluated:
             distances = torch.stack([self._distances[y] for y in classes.tolist()])[place]
             head = self.local[output].flatten(1).expand(shape)
             # The rounding errors of logit j and of logit y both count.
-            by_features = (
-                distances * self.errors[output.operands[0]][:, None] + head + head.gather(1, predicted[:, None])
-            )
-            bounds = torch.minimum(bounds, by_features)
+            features = self.errors[output.operands[0]][:, None]
+            bounds = torch.minimum(bounds, distances * features + head + head.gather(1, predicted[:, None]))
         bounds = at_most(bounds * OWN_ROUNDING)
         return bounds.scatter(1, predicted[:, None], 0.0)
 

@@ -102,11 +102,9 @@ def choose_sigma(
     # All larger ones reach ε too. If none does, the certifier of the last one says what to change.
     least = next((step for step, settings in enumerate(candidates) if plan_of(model, settings).reaches), last)
     best = max(least, _FIRST)
-    for direction in (-1, 1):
-        while (
-            least <= best + direction <= last and time.monotonic() < deadline and share(best + direction) > share(best)
-        ):
-            best += direction
+    for step in (-1, 1):
+        while least <= best + step <= last and time.monotonic() < deadline and share(best + step) > share(best):
+            best += step
     share(best)
     return SigmaChoice(max(shares, key=lambda sigma: shares[sigma]), shares, len(images), labels is not None)
 

@@ -40,9 +40,8 @@ def fit_head(
     seen: list[Tensor] = []
     features: list[Tensor] = []
     labels: list[Tensor] = []
-    validation: list[
-        Tensor
-    ] = []  # of the first pass, where an image has the same place in the clean and the noisy batch
+    # Of the first pass, where an image has the same place in the clean and in the noisy batch.
+    validation: list[Tensor] = []
     size = 0
     with torch.no_grad(), head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])):
         for draw in range(draws):

@@ -61,9 +61,7 @@ def _layer(
     steps = x.shape[1] if batch_first else x.shape[0]
     start = max((largest(tensor) for tensor in state), default=Upper(0))
     directions = directions_of(x.shape, weights, biased, layers, bidirectional)
-    return [
-        _responses(dense_norm(direction[0]), dense_norm(direction[1]), start, steps) for direction in directions
-    ], start + steps
+    return [_responses(dense_norm(w), dense_norm(u), start, steps) for w, u, *_ in directions], start + steps
 
 
 def directions_of(
