@@ -1,4 +1,4 @@
-"""The LiResNet of liresnet_cifar with a smooth end, or with attention there, trained for the certificate behind a cut.
+"""The LiResNet of liresnet_cifar with a smooth end, or with attention there, trained for the certificate after a cut.
 
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --limit 1000
     python -m benchmarks.liresnet_cut --data ../shared/data/cifar10 --work cut --attention l2
@@ -9,7 +9,7 @@ blackened in some of the moved images, and with averages of the weights. With ``
 16 values of 128 channels that the neck computes first are its tokens, and a block of attention follows, whose branches
 are 0 at first. It starts from ``cifar10-liresnet`` and is trained with ``--loss emma``; without its branches, a few
 predictions differ. The result averages an image and its mirror image, and its weights are rounded to float16.
-``certify`` decides each image by gloro, or else by anchored behind a cut.
+``certify`` decides each image by gloro, or else by anchored after a cut.
 The commands are printed. All leave their files in the work folder and go on from there. What each epoch said, the
 certified accuracy, the environment and the commands go to liresnet_cut.json or hybrid_l2_cut.json in
 benchmarks/results.

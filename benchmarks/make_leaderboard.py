@@ -33,7 +33,7 @@ FOOT = """## What the columns mean
 
 - *global*: a Lipschitz constant of the whole network; *local*: one that is valid near the image; *1-Lipschitz*: layers
   with constant 1 by construction. All three are valid for every perturbation up to ε.
-- *anchored*: the certificate on [its own page](anchored.md). *After a Lipschitz prefix*: of the layers behind a value;
+- *anchored*: the certificate on [its own page](anchored.md). *After a Lipschitz prefix*: of the layers after a value;
   its radius is divided by the Lipschitz constant of the layers before. The networks that are certified so were trained
   for 36/255, and their certificates reach no further than the layers after the cut are nearly linear.
 - *smoothed*: randomized smoothing. The certificate is about the class that the network predicts most often under

@@ -5,7 +5,7 @@
 
 A teacher, a small ResNet without constraints that is trained for a few epochs, gives probabilities that are mixed into
 the labels. The loss is cross-entropy after every wrong class is given ε times a slope more, at most until it has won.
-``cut`` trains a smooth end for a certificate behind the blocks, with the slope of ``finetune --loss cut``: K‖∇_c m‖,
+``cut`` trains a smooth end for a certificate after the blocks, with the slope of ``finetune --loss cut``: K‖∇_c m‖,
 where c is the output of the blocks, m the margin to the runner-up, and K the Lipschitz constant of the layers up to c.
 ``far`` trains for ``gloro`` at large ε: the slope is the global bound K‖w_y − w_j‖ of EMMA, with K of all layers before
 the head. K is estimated by subspace iteration in training; the certificate computes a bound.
@@ -51,7 +51,7 @@ class Training(NamedTuple):
         epochs: the number of epochs.
         lr: the largest learning rate of the matrices.
         ramp: ε in the loss, relative to 36/255, at the start and from the middle on.
-        slope: the slope of the loss, of the layers behind the ``cut`` or ``global``.
+        slope: the slope of the loss, of the layers after the ``cut`` or ``global``.
         flipped: the part at the end in which images are flipped and neither shifted nor blackened.
         teacher: the weight of the teacher's probabilities in the labels.
         teacher_epochs: the number of epochs of the teacher.

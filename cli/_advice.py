@@ -40,7 +40,7 @@ class Status:
     images: int = 0
     certified: int = 0
     rows: Path | None = None
-    draw: Callable[[str | None], float] = lambda denoiser: 0.0  # its seconds, behind a denoiser of this name
+    draw: Callable[[str | None], float] = lambda denoiser: 0.0  # its seconds, with a denoiser of this name
 
 
 class Advice(NamedTuple):

@@ -104,7 +104,7 @@ class Training:
         if len(self.images) <= count:
             raise InputError(f"--validate {count} leaves no images for training; give fewer")
         self.images = self._open(len(self.images) - count)
-        if not self.unfinished.exists():  # weights that another training left behind
+        if not self.unfinished.exists():  # weights of another training
             self.best.unlink(missing_ok=True)
         return Validation(self.model, cast(Batch, self.images.others(count)), self.asked, self.best)
 

@@ -1,4 +1,4 @@
-"""The anchored certificate behind a cut: its parts are bounds, and no attack breaks what they certify."""
+"""The anchored certificate after a cut: its parts are bounds, and no attack breaks what they certify."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_random_networks(seed: int, beta: float, scale: float) -> None:
 
 
 class Attended(nn.Module):
-    """L2 attention, which has a constant as a module only, before MaxMin; the last MaxMin lies behind the cut."""
+    """L2 attention, which has a constant as a module only, before MaxMin; the last MaxMin lies after the cut."""
 
     def __init__(self, calls: int = 1) -> None:
         super().__init__()

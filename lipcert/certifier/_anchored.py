@@ -15,7 +15,7 @@ from lipcert.settings import STAGED
 
 
 class AnchoredMethod(LinearisedMethod):
-    """:mod:`lipcert.certifier.anchored`: of the whole network, behind a cut, or both; or of the deployed network."""
+    """:mod:`lipcert.certifier.anchored`: of the whole network, after a cut, or both; or of the deployed network."""
 
     name = "anchored"
 

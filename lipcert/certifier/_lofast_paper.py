@@ -91,7 +91,7 @@ class BlockBounds:
     result: Tensor
 
     def after(self, rho: Tensor) -> Tensor:
-        """The ρ behind the block, shape (N,), for that in front of it."""
+        """The ρ after the block, shape (N,), for that in front of it."""
         eps = (self.scale * rho + self.rounding[0])[:, None]
         second = eps * (self.scores + eps * self.bilinear) * (self.values + eps * self.mixed)
         attention = rho + self.zeta * eps[:, 0] + second.sum(1) + self.rounding[0]

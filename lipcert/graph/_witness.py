@@ -380,7 +380,7 @@ def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
 
 
 def same_logits(one: Tensor, two: Tensor, tolerance: float) -> bool:
-    """:func:`close`, and no difference hides behind the logits of masked classes or behind a number common to all.
+    """:func:`close`, and no difference is hidden by the logits of masked classes or by a number common to all.
 
     Each logit may differ by the ``tolerance`` times 16 times the larger of the two largest logits of its image, or
     times 16 times the range of all logits if that is smaller, and by 256 roundings of its own.

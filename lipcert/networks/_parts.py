@@ -34,7 +34,7 @@ def activation(
     """An activation module for values with this number of channels in dimension ``dim``.
 
     With ``beta`` it is :class:`lipcert.surgery.SmoothMaxMin` in place of MaxMin. With ``sides``, the sides of its
-    images, () behind a dense layer, every unit has thresholds of its own; else all units of the layer share them.
+    images, () after a dense layer, every unit has thresholds of its own; else all units of the layer share them.
     """
     if name not in ACTIVATIONS:
         raise InputError(f"there is no activation {name!r}; choose one of {', '.join(ACTIVATIONS)}")

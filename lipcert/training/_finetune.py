@@ -442,7 +442,7 @@ class _Run:
         return self._logits_of(self.model, images)
 
     def denoised(self, images: Tensor) -> Tensor:
-        """The logits of images behind the denoiser, if there is one."""
+        """The logits of denoised images, or of the images if there is no denoiser."""
         return self._logits_of(self.smoothed, images)
 
     def noisy(self, images: Tensor) -> Tensor:
@@ -523,7 +523,7 @@ class _Run:
 
 
 def _cut(model: Model) -> str:
-    """The module whose output is the value behind which the anchored certificate starts."""
+    """The module whose output is the value after which the anchored certificate starts."""
     cut = cut_of(model)
     if cut is None:
         raise InputError(

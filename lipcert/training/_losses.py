@@ -34,8 +34,8 @@ def cut_loss(
     """:func:`emma_loss` with K‖∇_c(f_y − f_j)‖ in place of K_yj, j the runner-up, c the output of a module.
 
     ``loss`` may be another one of the same arguments. To first order, this is the margin that the anchored certificate
-    behind c needs, with the Lipschitz constant K of the layers up to c. The gradient is differentiated again, through
-    the layers behind c only.
+    after c needs, with the Lipschitz constant K of the layers up to c. The gradient is differentiated again, through
+    the layers after c only.
     """
     outputs: list[Tensor] = []
 

@@ -18,12 +18,12 @@ from lipcert.training._matrices import matrices, projections
 
 
 def denoised(model: Model, asked: FinetuneSettings) -> Model:
-    """The model behind the denoiser of its training, if there is one."""
+    """The model after the denoiser of its training, if there is one."""
     if asked.denoiser is None:
         return model
-    behind = Denoised(model, asked.denoiser)
-    behind.tell(cast(float, asked.sigma))
-    return behind
+    smoothed = Denoised(model, asked.denoiser)
+    smoothed.tell(cast(float, asked.sigma))
+    return smoothed
 
 
 def recipe_for(model: Model) -> tuple[str, str]:

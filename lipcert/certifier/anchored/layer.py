@@ -1,6 +1,6 @@
 """The last nonsmooth layer before a cut: how much a functional of the cut may decrease.
 
-Behind a cut c (:mod:`.prefix`) the value c(x′) lies in a ball of radius K ε around ĉ(x), and the first-order part of a
+After a cut c (:mod:`.prefix`) the value c(x′) lies in a ball of radius K ε around ĉ(x), and the first-order part of a
 margin, −⟨g, c(x′) − ĉ(x)⟩ with its gradient g at c, is at most ‖g‖ K ε. That is far from attained if g does not lie
 along the directions that the last layer before c enlarges most. Let b be an earlier cut, K_b the Lipschitz constant of
 x ↦ b(x), and let c be a function of b in which a single operation v = relu(z) is not affine. With ĉ, b̂, ẑ computed at
@@ -30,7 +30,7 @@ its error in directions that are nearly orthogonal to p′, where the first term
 
 **Rounding.** Values, gradients and products have the errors of :mod:`lipcert.roundoff`; its "Margins" is the identity
 above with the terms Σ‖p_w‖‖e_w‖ + Σ_o ‖f_o‖‖Δ_o‖. All of them are bounded at ρ = 1 and multiplied by max(1, ρ). Another
-evaluation of c, such as that with which the network behind c starts, has a distance of at most 2e from this ĉ, with a
+evaluation of c, such as that with which the network after c starts, has a distance of at most 2e from this ĉ, with a
 bound e on the rounding error of both.
 """
 

@@ -1,4 +1,4 @@
-"""The anchored certificate behind a cut, and the Lipschitz constant of the layers before it.
+"""The anchored certificate after a cut, and the Lipschitz constant of the layers before it.
 
 Nonsmooth operations have remainders as large as the deviation itself, so that the anchored certificate is weak near
 their breakpoints. Global bounds need no smoothness. Let c be a cut: a value through which alone all later values depend
@@ -16,8 +16,8 @@ smooth layers count with their slopes at the image. A certificate behind a Lipsc
 
 K and e belong to the very operations that compute c in the linearised network: both are read from its own graph. K is
 also read from one in which modules are whole, if c is certainly the output of a module there. The margins are those of
-the replayed network, whose operations behind c start from ĉ(x); a given margin that is smaller counts. The rounding of
-the operations behind c is part of r (:mod:`lipcert.roundoff`).
+the replayed network, whose operations after c start from ĉ(x); a given margin that is smaller counts. The rounding of
+the operations after c is part of r (:mod:`lipcert.roundoff`).
 
 The last layer before c may count with its gradients, too: :mod:`.layer` bounds the first-order part of a margin from
 what that layer does to the value before it. Then r is not a radius for all values around ĉ(x), but for those c(x′) with
@@ -51,7 +51,7 @@ _LOOSE, _LOOKED_AT = 10.0, 4
 
 
 class PrefixedAnchored:
-    """The anchored certificate behind a cut, and that of the whole network where it is available; the larger counts.
+    """The anchored certificate after a cut, and that of the whole network where it is available; the larger counts.
 
     Attributes:
         cut: the value c.
@@ -115,7 +115,7 @@ class PrefixedAnchored:
 
     @property
     def proves(self) -> bool:
-        """Whether the rounding of every operation behind the cut is proved to have a bound; before it, e is one."""
+        """Whether the rounding of every operation after the cut is proved to have a bound; before it, e is one."""
         local = self.after.network.local
         return all(local.bounded(link) for links in local.chains.links.values() for link in links)
 
@@ -128,7 +128,7 @@ class PrefixedAnchored:
     def __call__(
         self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None
     ) -> PrefixedAnchor:
-        """Linearises the layers behind the cut at images, shape (N, C, H, W)."""
+        """Linearises the layers after the cut at images, shape (N, C, H, W)."""
         if ledger is None:
             ledger = self.after.finder.ledger(len(images), self.budget)
         before = self.evaluated(images)
@@ -144,7 +144,7 @@ class PrefixedAnchored:
 
 
 class PrefixedAnchor:
-    """The layers behind the cut linearised at N images."""
+    """The layers after the cut linearised at N images."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class PrefixedAnchor:
 def anchored(
     model: Model, *, eps: float | None = None, costly: bool = True, **options: Any
 ) -> Anchored | PrefixedAnchored:
-    """The anchored certificate of a model in float64: behind a cut, of the whole network, or both.
+    """The anchored certificate of a model in float64: after a cut, of the whole network, or both.
 
     ``costly`` allows the whole network beside a cut, whatever that takes; all else is as for :class:`Anchored`.
     """
@@ -191,20 +191,20 @@ def anchored(
     plain = prepared(captured, model, forms=False)
     formed = prepared(fused, model, forms=False) if fused.forms else plain
     budget, cut = NormOptions(**options).budget, smooth_cut(plain)
-    behind: PrefixedAnchored | None = None
+    prefixed: PrefixedAnchored | None = None
     if cut is not None:
         with suppress(UnsupportedOperation):
             kept = modules_whole(model)
             constant = constant_up_to(plain, cut, model, kept)
             if constant <= _LOOSE * slope_up_to(plain, cut, model):
-                behind = PrefixedAnchored(model, plain, cut, constant, budget=budget, eps=eps, whole=kept, **options)
-    if behind is None:
+                prefixed = PrefixedAnchored(model, plain, cut, constant, budget=budget, eps=eps, whole=kept, **options)
+    if prefixed is None:
         return Anchored(model, eps=eps, graph=formed, **options)
     with suppress(UnsupportedOperation):
         whole = Anchored(model, eps=eps, graph=formed, **{**options, "delta": budget.split(2).delta})
-        if costly or whole.work <= max(behind.work, FULL):
-            behind.whole = whole
-    return behind
+        if costly or whole.work <= max(prefixed.work, FULL):
+            prefixed.whole = whole
+    return prefixed
 
 
 def modules_whole(model: Model) -> Graph:
@@ -253,7 +253,7 @@ def _module_of(cut: Node, graph: Graph, whole: Graph, model: Model) -> Node | No
 def slope_up_to(graph: Graph, cut: Node, model: Model) -> float:
     """‖∇_x m‖/‖∇_c m‖ for the margin m to the runner-up, over random images: what K is compared with.
 
-    0 if there is one class, or if autograd finds no path from the image to the logits, as behind ``detach``.
+    0 if there is one class, or if autograd finds no path from the image to the logits, as after ``detach``.
     """
     if graph.output.entries < 2:
         return 0.0
@@ -277,12 +277,12 @@ def _up_to(graph: Graph, cut: Node) -> Graph:
 
 
 def cut_of(model: Model) -> Node | None:
-    """The value behind which the anchored certificate of a model starts; None if it starts at the pixels."""
+    """The value after which the anchored certificate of a model starts; None if it starts at the pixels."""
     return smooth_cut(prepared(recorded(model), model, forms=False))
 
 
 def smooth_cut(graph: Graph) -> Node | None:
-    """The value behind which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
+    """The value after which the network is linearised; None if the whole network can be, or nothing nonlinear follows.
 
     It is the first cut after all operations that are nonsmooth or have no remainder rule. The last nonlinear operation
     may be nonsmooth, if its rule has contracted forms.
