@@ -65,8 +65,8 @@ def test_a_search_says_0_where_nothing_holds():
     never = lambda eps, *_: torch.full_like(eps, -1.0)  # noqa: E731
     guess, once = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     assert search(never, guess).tolist() == [0, 0]
-    scouts = torch.tensor([False, True, False])
-    assert search_least(never, once, torch.ones(2, 3).double(), guess, math.inf * once, scouts).tolist() == [0, 0]
+    probes = torch.tensor([False, True, False])
+    assert search_least(never, once, torch.ones(2, 3).double(), guess, math.inf * once, probes).tolist() == [0, 0]
 
 
 def test_far_above_its_guess_a_search_ends_at_a_radius_that_holds():
@@ -78,9 +78,9 @@ def test_far_above_its_guess_a_search_ends_at_a_radius_that_holds():
 @settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_the_least_of_many_functions_decides(first, seed):
-    """Wherever the search begins, whichever functions are scouts, and where predictions are far off or NaN."""
+    """Wherever the search begins, whichever functions are probes, and where predictions are far off or NaN."""
     roots, powers = seeded(4, 7, seed=seed).abs() + 0.05, 1 + 3 * seeded(4, 7, seed=seed + 1).abs()
-    upto, scouts = torch.full((4,), math.inf, dtype=torch.float64), torch.arange(7) % 3 == seed % 3
+    upto, probes = torch.full((4,), math.inf, dtype=torch.float64), torch.arange(7) % 3 == seed % 3
     upto[3] = roots[3].amin() / 2
 
     def margins(eps, images, functions):
@@ -96,7 +96,7 @@ def test_the_least_of_many_functions_decides(first, seed):
 
         asked = []
         once = torch.ones(len(some), dtype=torch.float64)
-        radius = search_least(those, once, 0.3 / roots[some], first * once, upto[some], scouts)
+        radius = search_least(those, once, 0.3 / roots[some], first * once, upto[some], probes)
         assert all(bool((eps <= upto[some][images]).all()) for eps, images in asked)
         return radius
 
@@ -109,7 +109,7 @@ def test_the_least_of_many_functions_decides(first, seed):
 
 
 def test_few_evaluations_settle_many_functions():
-    """Most functions are evaluated once, or twice if they are scouts."""
+    """Most functions are evaluated once, or twice if they are probes."""
     rows = 0
     places = torch.linspace(1, 3, 15, dtype=torch.float64)
 

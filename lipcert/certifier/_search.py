@@ -14,10 +14,10 @@ from torch import Tensor
 _ACCURACY = 1.01
 # The logarithm of the accuracy of ``search`` and ``search_least``.
 _WIDTH = 1e-4
-# ``search_least`` tries so many ε at most, the first of them with scouts alone, and these first ones as predicted. The
+# ``search_least`` tries so many ε at most, the first of them with probes alone, and these first ones as predicted. The
 # first for all functions is larger than predicted by _ABOVE, so that most are positive there and settled. Before two
 # values tell, the loss per unit of ε is taken to grow with this power of ε.
-_TRIALS, _SCOUTED, _PREDICTED = 80, 2, 8
+_TRIALS, _PROBED, _PREDICTED = 80, 2, 8
 _ABOVE, _POWER = 2e-3, 1.5
 
 
@@ -60,7 +60,7 @@ def search(margin: Callable[[Tensor], Tensor], guess: Tensor) -> Tensor:
 
 
 def _interpolated(a: Tensor, b: Tensor, c: Tensor, at_a: Tensor, at_b: Tensor, at_c: Tensor) -> Tensor:
-    """The place of the root between a and b, as a share of the way from a to b: Chandrupatla's rule."""
+    """The place of the root between a and b, as a share of the distance from a to b: Chandrupatla's rule."""
     place, height = (a - b) / (c - b), (at_a - at_b) / (at_c - at_b)
     share = at_a / (at_b - at_a) * at_c / (at_b - at_c)
     share = share + (c - a) / (b - a) * at_a / (at_c - at_a) * at_b / (at_c - at_b)
@@ -75,7 +75,7 @@ def search_least(
     steepness: Tensor,
     guess: Tensor,
     upto: Tensor,
-    scouts: Tensor,
+    probes: Tensor,
 ) -> Tensor:
     """The largest ε, to about 0.01 % and at most ``upto``, at which several non-increasing functions are positive.
 
@@ -84,15 +84,15 @@ def search_least(
     it vanishes. The next ε is the least prediction of an image; later ones halve what is open, in case predictions are
     poor.
     """
-    known = _Known(whole[:, None], steepness)
+    known = _Evaluations(whole[:, None], steepness)
     trial = torch.minimum(guess, upto)
     finished = ~((trial > 0) & trial.isfinite())
     for step in range(_TRIALS):
-        asked = scouts if step < _SCOUTED else torch.ones_like(scouts)
+        asked = probes if step < _PROBED else torch.ones_like(probes)
         place = (~finished[:, None] & asked & (known.low < trial[:, None])).nonzero().unbind(1)
         images, functions = place
         if not len(images):
-            if step < _SCOUTED:
+            if step < _PROBED:
                 continue
             break
         eps = trial[images]
@@ -102,15 +102,15 @@ def search_least(
         finished |= torch.minimum(beyond, fails) <= holds * (1 + _WIDTH)
         finished |= (holds >= upto) | (fails <= 1e-12 * guess)
         root = middle if step > _PREDICTED and step % 2 else root
-        root = root * (1 + _ABOVE if step + 1 == _SCOUTED else 1 - _WIDTH / 4)
+        root = root * (1 + _ABOVE if step + 1 == _PROBED else 1 - _WIDTH / 4)
         tried = known.least(known.low)
         trial = torch.maximum(root, tried * (1 + _WIDTH / 2))
         trial = torch.minimum(trial, torch.where(tried > 0, 16 * tried, math.inf)).clamp_max(upto)
     return known.low.amin(1)
 
 
-class _Known:
-    """What evaluations tell of several non-increasing functions at N images.
+class _Evaluations:
+    """The values of several non-increasing functions at N images, as far as they were evaluated.
 
     Attributes:
         low: the largest ε at which each was positive, shape (N, functions); 0 for none.

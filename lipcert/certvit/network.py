@@ -194,9 +194,9 @@ class _Run:
             what = f"calibration images, pass {number} of {passes}" if passes > 1 else "calibration images"
             self.report(what, images, total or self.calibration.count or None)
 
-        dealt = [_Dealt(self.calibration, first, count) for first in range(count)]
+        parts = [_EveryNth(self.calibration, first, count) for first in range(count)]
         room = self.asked.max_bytes // count
-        streams = [stream(self.model, images, modules, max_bytes=room, progress=count_images) for images in dealt]
+        streams = [stream(self.model, images, modules, max_bytes=room, progress=count_images) for images in parts]
         for groups in zip(*streams, strict=True):
             yield {path: [group[path] for group in groups] for path in groups[0]}
 
@@ -287,7 +287,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Dealt:
+class _EveryNth:
     """Every ``count``-th image of each batch, from index ``first`` on."""
 
     images: Share

@@ -42,7 +42,7 @@ class ConstantErrors:
         self.asked.add(address(constant))
         return self._known[address(constant)][1].reshape(constant.shape)
 
-    def forgotten(self, constants: Iterable[Tensor]) -> bool:
+    def unread(self, constants: Iterable[Tensor]) -> bool:
         """Whether no rule has asked for the error of one of these constants yet, and it is not 0."""
         known = [(address(x), self._known[address(x)][1]) for x in constants if address(x) in self._known]
         return any(place not in self.asked and bool(error.any()) for place, error in known)

@@ -279,7 +279,7 @@ class _Bounding:
         most = x.abs() + error
         operands = [Operand(x[None], reach[None], most.amax()[None])]
         local = local_error(call, operands, replace(fmt, computed=computed)) + local_error(call, operands, REAL)
-        if computed.forgotten(constant for constant, _ in computed):
+        if computed.unread(constant for constant, _ in computed):
             raise NoAnswer("a constant with an error")
         if not bool(error.any()):
             return local[0]

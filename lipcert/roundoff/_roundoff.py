@@ -104,7 +104,7 @@ class Gains:
                     fmt.computed.asked.clear()
                     operands = [Operand(nominal[u], zero, torch.full_like(zero, math.inf)) for u in node.operands]
                     self.error(node, operands)
-                    if fmt.computed.forgotten(constants):
+                    if fmt.computed.unread(constants):
                         raise NoAnswer("a constant with an error")
                 except NoAnswer as reason:
                     missing.append(refusal(node, reason))

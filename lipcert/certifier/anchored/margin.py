@@ -15,7 +15,7 @@ from lipcert.bounds import Against, Contracted, per_image, row_distances
 from lipcert.certifier._search import search, search_least
 from lipcert.certifier.anchored.deviations import NO_CURVATURE, Curvature, Deviations, FormNorms, Linearization
 from lipcert.certifier.anchored.jacobians import margin_gradients
-from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, most_along, scouts, sector
+from lipcert.certifier.anchored.ray import SECTORS, Ray, Sector, most_along, probes, sector
 from lipcert.graph import Node
 from lipcert.numerics import ROUNDED_SUM, SAFETY, SMALLEST_NORMAL, at_most, l2_norm
 
@@ -215,7 +215,7 @@ class RivalMargin:
             steepness,
             guess,
             upto,
-            scouts(guess.device),
+            probes(guess.device),
         )
 
     def _bound(self, eps: Tensor, curvature: Curvature, forms: Forms, sector: Sector | None = None) -> Tensor:

@@ -39,7 +39,7 @@ _ANGLES = (
 )  # fmt: skip
 SECTORS = len(_ANGLES) - 1
 # Some of the sectors in which margins are usually lost.
-_SCOUTS = (4, 9, 15)
+_PROBES = (4, 9, 15)
 
 
 class Ray:
@@ -135,9 +135,9 @@ def most_along(device: torch.device) -> Tensor:
     return torch.tensor(_ANGLES[:-1], dtype=torch.float64, device=device).cos()
 
 
-def scouts(device: torch.device) -> Tensor:
+def probes(device: torch.device) -> Tensor:
     """Which sectors a search for a radius evaluates first, bool, shape (sectors,)."""
-    return torch.isin(torch.arange(SECTORS, device=device), torch.tensor(_SCOUTS, device=device))
+    return torch.isin(torch.arange(SECTORS, device=device), torch.tensor(_PROBES, device=device))
 
 
 def sector(ray: Ray, eps: Tensor, number: Tensor) -> Sector:
