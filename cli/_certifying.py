@@ -359,7 +359,7 @@ def _show_network(model: Model, settings: CertifySettings) -> None:
 
 
 def _triage(model: Model, settings: CertifySettings, images: Images) -> None:
-    """Prints, seconds after the start, what can be hoped for: accuracy and first-order limits."""
+    """Prints accuracy and first-order limits of the first images, seconds after the start."""
     _show_network(model, settings)
     with busy("first images"):
         first = triage(model, images, settings.eps)

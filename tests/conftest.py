@@ -248,4 +248,4 @@ def short_attack(monkeypatch: pytest.MonkeyPatch) -> PGD:
 @pytest.fixture
 def no_triage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staged certification gives every image to every method, as if nothing ruled a certificate out."""
-    monkeypatch.setattr(_triage.Hopes, "ruled_out", property(lambda hopes: torch.zeros_like(hopes.broken)))
+    monkeypatch.setattr(_triage.Screening, "ruled_out", property(lambda screening: torch.zeros_like(screening.broken)))

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import lipcert
 from lipcert.certifier import METHODS, Certifier, triage
-from lipcert.certifier._triage import Hopes, first_order_limit, too_loose
+from lipcert.certifier._triage import Screening, first_order_limit, too_loose
 from lipcert.cli import app
 from lipcert.cli._advice import Status, advise
 from lipcert.cli._certifying import _triage as show_triage
@@ -122,9 +122,9 @@ def test_methods_that_were_skipped_are_named_beside_what_is_known():
 
 
 def test_attacked_images_have_that_reason():
-    hopes = Hopes(torch.tensor([1.0, 1.0, 0.1, 1.0]), torch.tensor([True, False, False, False]), 0.5)
-    assert hopes.ruled_out.tolist() == [True, False, True, False]
-    reasons = hopes.reasons(torch.tensor([False, False, False, True]), {"local": "too slow"})
+    screening = Screening(torch.tensor([1.0, 1.0, 0.1, 1.0]), torch.tensor([True, False, False, False]), 0.5)
+    assert screening.ruled_out.tolist() == [True, False, True, False]
+    reasons = screening.reasons(torch.tensor([False, False, False, True]), {"local": "too slow"})
     assert reasons == ("attacked", "skipped: local", "first-order limit", "")
 
 

@@ -18,7 +18,7 @@ from lipcert.certifier._global import Global
 from lipcert.certifier._method import NEGLIGIBLE, Subject, forward_pass
 from lipcert.certifier._nominal import ENTRIES_AT_ONCE, NominalMargins
 from lipcert.certifier._staged import budgets, prepare, run
-from lipcert.certifier._triage import Hopes, first_order_limit
+from lipcert.certifier._triage import Screening, first_order_limit
 from lipcert.denoisers import check_noise
 from lipcert.errors import (
     BrokenCertificate,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 # An attack counts as 12 runs of 40 steps.
 _PASSES_AN_ATTACK = 1500
-# Before methods that need more than this many forward passes for an image, a short attack looks whether it is hopeless.
+# Before methods that need more than this many forward passes for an image, a short attack may rule it out.
 _TRIAGE, _PASSES_OF_TRIAGE = PGD(steps=10, restarts=1), 300
 # For networks with more floating-point operations per image, rounding of the margins is checked, as the norms that a
 # proof needs would take longer than the certificate.
@@ -248,9 +248,9 @@ class Certifier:
         attacked = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
         least = radii(computed, self.subject.margins.of(predicted))
-        hopes = self._hopes(images, predicted, broken, least)
+        screening = self._screen(images, predicted, broken, least)
         # Where only a negligible radius is left, what rounding takes is not examined, and the radius is 0.
-        examined = (least > NEGLIGIBLE * self.eps) | (~hopes.ruled_out & self.costly)
+        examined = (least > NEGLIGIBLE * self.eps) | (~screening.ruled_out & self.costly)
         reduced, proved = torch.zeros_like(computed), torch.ones_like(broken)
         reduced[examined], proved[examined] = self.nominal.sound(
             images[examined.to(images.device)], predicted[examined], computed[examined]
@@ -258,7 +258,7 @@ class Certifier:
         ledger = Budget(self.delta).ledger(len(images), self._seed)
         with _one_line_refusals(self.method):
             verdicts = run(
-                self.methods, images, predicted, (computed, reduced), proved, hopes.ruled_out, ledger, self._says
+                self.methods, images, predicted, (computed, reduced), proved, screening.ruled_out, ledger, self._says
             )
         radius = verdicts.radius
         distance = None if attacked is None else self._distance(images, predicted, attacked, radius)
@@ -280,8 +280,8 @@ class Certifier:
             distance,
             self.dtype,
             tuple("proved" if each else "checked" for each in verdicts.proved.tolist()),
-            hopes.limit,
-            hopes.reasons(certified, self.skipped) if self.method == STAGED else (),
+            screening.limit,
+            screening.reasons(certified, self.skipped) if self.method == STAGED else (),
         )
 
     def _logits(self, images: Tensor) -> Tensor:
@@ -301,13 +301,10 @@ class Certifier:
             raise InputError("the network has changed since its certifier was made; make another Certifier")
         return alone
 
-    def _hopes(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Hopes:
-        """What staged certification can hope for at these images; other methods apply to all of them.
-
-        Where the global bound alone decides, nothing is left to hope for.
-        """
+    def _screen(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Screening:
+        """What rules a certificate out at these images: nothing unless certification is staged and has costly methods."""
         if self.method != STAGED or not self.costly or self.subject.settings.at is not None or not len(images):
-            return Hopes(None, torch.zeros_like(broken))
+            return Screening(None, torch.zeros_like(broken))
         with torch.enable_grad():
             limit = first_order_limit(self.model, images, predicted)
         open_images = ~broken & (limit > self.eps) & limit.isfinite() & (least <= self.settings.largest_eps)
@@ -320,7 +317,7 @@ class Certifier:
             broken[open_images] = _TRIAGE(
                 self.model, images[index], predicted.to(images.device)[index], self.eps
             ).broken.cpu()
-        return Hopes(limit, broken, self.eps)
+        return Screening(limit, broken, self.eps)
 
     def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:
         """The result of the attack within ε."""

@@ -1,4 +1,4 @@
-"""What can be hoped for an image, before anything costly is computed for it.
+"""What rules a certificate of an image out, before anything costly is computed for it.
 
 **First-order limit.** No method that bounds the change of a margin by a Lipschitz constant or by a linearisation at the
 image certifies beyond min_j m_j/‖∇_x m_j‖: a Lipschitz constant of the margin m_j on any ball around x is at least
@@ -78,7 +78,7 @@ def _steepness(values: Tensor, pixels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Hopes:
+class Screening:
     """What rules a certificate at ε out for N images.
 
     Attributes:
