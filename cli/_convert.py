@@ -122,7 +122,7 @@ def convert(
 
 
 def _largest(model: "Model", images: "Tensor") -> str:
-    """The share of the class that the network predicts most often, beside which agreement is to be read."""
+    """The share of the class that the network predicts most often, with which agreement is to be compared."""
     import torch
 
     with torch.no_grad():

@@ -4,12 +4,12 @@ The scale of a tensor is its largest entry, and that of a map its Lipschitz cons
 numbers within 2^±200, about 1e±60, stay in float64's normal range, and what products of more of them lose by underflow
 is below 2⁻¹⁰²², far below a margin of such numbers. Every number of float32 lies inside.
 
-Entries far below the largest one of their tensor, such as 1e-158 beside 1 in a softmax of positions, have no scale of
+Entries far below the largest one of their tensor, such as 1e-158 next to 1 in a softmax of positions, have no scale of
 their own. Proof that bounds hold whatever they are:
 
 - Norms of the tensor, or of its rows, are computed from entries divided by the largest one of the tensor, or of the row
-  (:mod:`lipcert.numerics._l2`, :func:`lipcert.norms._scale.normalise`). What underflows there is below n 2⁻¹⁰²² beside
-  a largest entry of 1, less than the slack for rounding.
+  (:mod:`lipcert.numerics._l2`, :func:`lipcert.norms._scale.normalise`). What underflows there is below n 2⁻¹⁰²² where
+  the largest entry is 1, less than the slack for rounding.
 - In values, and in products with Jacobians, a term with such an entry may underflow, and then loses at most 2⁻¹⁰²².
   This counts as an error of the operation: rounding rules add 4 (n + 8) 2⁻¹⁰²² to the error of every entry
   (:meth:`lipcert.numerics.Format.sum`), and the ledger of ``anchored`` and the check by noise more than that to the

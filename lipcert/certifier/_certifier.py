@@ -302,7 +302,7 @@ class Certifier:
         return alone
 
     def _screen(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Screening:
-        """What rules a certificate out at these images: nothing unless certification is staged and has costly methods."""
+        """What rules certificates out: nothing, unless certification is staged and has costly methods."""
         if self.method != STAGED or not self.costly or self.subject.settings.at is not None or not len(images):
             return Screening(None, torch.zeros_like(broken))
         with torch.enable_grad():

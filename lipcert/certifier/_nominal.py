@@ -5,7 +5,7 @@ pure rounding error, and the certificate would be false.
 
 **Proof.** :class:`~lipcert.roundoff.Roundoff` for float64 itself bounds the rounding error of every operation and
 multiplies it by the Lipschitz constants of all operations after it, for the whole image box or, where that is not
-negligible beside a margin, at the image. This bound is subtracted from the margins. It is tiny for networks with small
+far below a margin, at the image. This bound is subtracted from the margins. It is tiny for networks with small
 constants, the only ones that ``global`` and ``gloro`` certify at a visible ε; for others the product of norms along the
 depth is useless. Constants that the network computes from its weights count as float64 has them;
 :func:`lipcert.graph.examine` refuses those in which large numbers cancel. The anchored and the layer-by-layer

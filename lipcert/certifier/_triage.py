@@ -8,7 +8,7 @@ be smaller for another class.
 
 **Attack.** A perturbation within ε that changes the prediction rules out every certificate at ε.
 
-**Looseness.** K/‖∇m‖, the global bound beside a slope that the network has, says how much is lost from layer to layer.
+**Looseness.** K/‖∇m‖, the global bound over a slope that the network has, says how much is lost from layer to layer.
 Where it is large, remainders are as loose, and methods have certified small ε only
 (:func:`lipcert.settings.unreached`). This is experience and no bound; a method that is asked for by name is run.
 """

@@ -44,7 +44,7 @@ class NaturalNet(nn.Module):
     """A U-shaped network that is told σ and returns its estimate of the noise.
 
     The pixels are unshuffled by 2, so that the first level works at half the resolution, and a plane that holds σ
-    stands beside them, as in FFDNet (Zhang, Zuo and Zhang 2018). There are no normalisation layers: each image is
+    is added, as in FFDNet (Zhang, Zuo and Zhang 2018). There are no normalisation layers: each image is
     treated alone.
     """
 
@@ -104,7 +104,7 @@ class Natural(Denoiser):
     def forward(self, images: Tensor) -> Tensor:
         """Denoised images, shape (N, 3, H, W), which may leave [0, 1] a little."""
         height, width = images.shape[2:]
-        below, beside = -height % _STEP, -width % _STEP
-        padded = F.pad(images, (0, beside, 0, below), mode="reflect") if below or beside else images
+        below, right = -height % _STEP, -width % _STEP
+        padded = F.pad(images, (0, right, 0, below), mode="reflect") if below or right else images
         noise = self.net(padded, torch.tensor([self.sigma], device=images.device))
         return images - noise[..., :height, :width]

@@ -227,7 +227,7 @@ class Roundoff:
         return torch.where(radius > entry, (radius - entry) * (1 - SAFETY), 0.0)
 
     def lost(self, images: Tensor, predicted: Tensor, radius: Tensor, margins: Tensor) -> Tensor:
-        """Upper bounds as in :meth:`margins`: those over the whole box where they are negligible beside the margins.
+        """Upper bounds as in :meth:`margins`: those over the whole box where they are far below the margins.
 
         ``margins`` are f_y − f_j, +inf at j = y, shape (N, classes).
         """

@@ -46,7 +46,7 @@ FACTS = {
         MethodFacts("smoothing", "the smoothed classifier, sampled (Cohen et al. 2019)", smoothed=True, staged=False),
     )
 }
-# Decimal logarithms of K/‖∇m‖, the global bound beside a slope that the network has, beyond which no method has
+# Decimal logarithms of K/‖∇m‖, the global bound over a slope that the network has, beyond which no method has
 # certified an ε of use, and these ε.
 LOOSE = 12.0
 _UNREACHED = ((20.0, 1e-3), (LOOSE, 0.1))
