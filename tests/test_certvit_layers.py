@@ -105,7 +105,7 @@ def attention(name="vit_tiny_patch16_224"):
     return lipcert.convert(model, images=pictures(4, 32 if swin else 16))
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "eva02_tiny_patch14_224"])
 def test_values_of_attention_are_constrained(name):
     model, original = attention(name), attention(name)
     images = pictures(25, model.input_size[1])

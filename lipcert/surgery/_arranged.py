@@ -302,9 +302,16 @@ class L2RotaryAttention(L2Attention):
         ``rope`` holds sines and cosines side by side, and broadcasts to (N, heads, tokens − prefix, 2d).
         """
         self.refuse_mask(attn_mask, is_causal)
+        return self.attend(x, rope)
+
+    def attend(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        """The output for tokens x of shape (N, tokens, dim)."""
+        return self._out(self.mixed(x, rope) @ self.mixing())
+
+    def mixed(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
+        """R_iᵀ Σ_j P_ij R_j y_j, shape (N, heads, tokens, head_dim)."""
         z = self._turned(self._queries(x), rope, 1)
-        arrived = self._turned(self.attn_drop(self._weights(z)) @ z, rope, -1)
-        return self._out(arrived @ self.mixing())
+        return self._turned(self.attn_drop(self._weights(z)) @ z, rope, -1)
 
     def _pairs(self, channels: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the second channels of the pairs that are rotated."""
