@@ -92,7 +92,7 @@ def advise(status: Status) -> Advice:
         smoothed = replace(status, model=status.original, original=())
         return Advice(
             command("finetune", *model, *train, *taught),
-            "the new network is not the old one: training gives it back its accuracy",
+            "the new network is another function: training restores the accuracy",
             (advise(smoothed)._replace(others=()),),
         )
     if loose:
@@ -114,7 +114,7 @@ def advise(status: Status) -> Advice:
         )
         return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason, others)
     if status.log10 is not None and status.log10 > TIGHT and not status.trained:
-        return Advice(command("finetune", *model, *train), "certificates need margins for which it trains")
+        return Advice(command("finetune", *model, *train), "certificates need large margins; this trains for them")
     bundled = list(status.model) == [BUNDLED] and status.data is None
     what = [] if bundled else [*data, *TEN_MINUTES]
     return Advice(command("certify", *status.model, "--eps", status.eps, *what))

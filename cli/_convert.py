@@ -127,7 +127,7 @@ def _largest(model: "Model", images: "Tensor") -> str:
 
     with torch.no_grad():
         predicted = model(images.to(model.device, model.dtype)).argmax(1)
-    return f"its most frequent class alone has {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
+    return f"the most frequent class alone has {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
 
 
 def _bound(model: "Model", what: str) -> "Bound | None":

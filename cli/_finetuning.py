@@ -222,7 +222,7 @@ class Training:
             words = ("certify", self.path, "--data", "TEST", *names, "--eps", eps_text(asked.eps), *noisy, *TEN_MINUTES)
             suggestion = Advice(command(*words))
         what = f"accuracy under noise of sigma = {asked.sigma:g}" if asked.sigma else "clean accuracy"
-        what += f", behind {asked.denoiser}" if asked.denoiser else ""
+        what += f", with the denoiser {asked.denoiser}" if asked.denoiser else ""
         on, best_epoch = "training" if validation is None else "training and held-out", []
         if validation is not None and validation.epoch:
             by = f" ({_MEASURED[self.measured[-1]]})" if self.measured else ""

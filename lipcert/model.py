@@ -69,7 +69,7 @@ def checked(model: object, **pixels: Any) -> Model:
         loaded = _LOADERS[0](model)
         mean, std = (", ".join(f"{x:.4g}" for x in value.flatten().tolist()) for value in (loaded.mean, loaded.std))
         warnings.warn(
-            f"a timm network without its normalisation: taken are mean {mean} and std {std} of its configuration; give "
+            f"a timm network without its normalisation: mean {mean} and std {std} of its configuration are used; give "
             "others by lipcert.load(module, mean=..., std=...)",
             stacklevel=4,
         )

@@ -141,7 +141,7 @@ def test_images_of_a_wrong_kind_get_a_hint(small, images, hint):
 
 def test_a_bare_timm_network_is_told_its_normalisation():
     net = lipcert.load("resnet10t", pretrained=False, num_classes=3, channels=(8, 8, 16, 16)).net
-    with pytest.warns(UserWarning, match=r"taken are mean 0.485, 0.456, 0.406 and std"):
+    with pytest.warns(UserWarning, match=r"mean 0.485, 0.456, 0.406 and std .* are used"):
         lipcert.certify(net, torch.rand(1, 3, 176, 176), eps=0.1, method="global")
     with pytest.raises(InputError, match=r"\.to\('cuda'\)"):
         lipcert.load("resnet10t", pretrained=False, device="cuda")

@@ -904,7 +904,7 @@ def test_a_bound_that_is_too_large_for_a_loss_is_said(loader) -> None:
     with torch.no_grad():
         for matrix in matrices(model):
             matrix.value().mul_(1e4)
-    with pytest.raises(InputError, match="too large to train on; hold the norms of the layers"):
+    with pytest.raises(InputError, match="too large to train on; limit the norms of the layers"):
         lipcert.finetune(model, loader[:1], loss="emma")
 
 

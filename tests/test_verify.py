@@ -262,12 +262,12 @@ FORGERIES = {
     swapped_rows: "it is another image than the one that was certified",
     attack_in_the_rows: "the summary says that the attack was None, and rows differ",
     attack_in_rows_and_summary: "attack_distance = 0.05 is claimed and None found",
-    bound: "the summary's bound is not what is found again, log10",
-    budget: "the summary's bound is not what is found again, layers",
-    crop: "the summary's preprocessing is not what is found again, crop_pct: 0.5 is claimed",
-    more_images: "the summary's data is not what is found again, images",
-    other_images: "the summary's data is not what is found again, digest",
-    architecture: "the summary's model is not what is found again, source, name",
+    bound: "the summary's bound differs from what is recomputed, log10",
+    budget: "the summary's bound differs from what is recomputed, layers",
+    crop: "the summary's preprocessing differs from what is recomputed, crop_pct: 0.5 is claimed",
+    more_images: "the summary's data differs from what is recomputed, images",
+    other_images: "the summary's data differs from what is recomputed, digest",
+    architecture: "the summary's model differs from what is recomputed, source, name",
 }
 
 

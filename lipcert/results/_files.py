@@ -60,7 +60,7 @@ def free_file(names: Iterable[Path], description: Mapping[str, Any], images: Ima
         images.leave_out(())  # the file that is chosen says anew what was removed since
         if part:
             return path
-    raise InputError("there is no name for a file of rows; give one with --out")
+    raise InputError("no name for a file of rows is free; give one with --out")
 
 
 class ResultFile:

@@ -22,7 +22,7 @@ def read_entry(path: Path, run: Run) -> dict[str, Any]:
         InputError: the file is no JSON object, or the run says nothing of the accuracy on a data set.
     """
     if not (run.labelled and run.complete) or run.inside:
-        raise InputError(f"{run.path} is no finished run over labelled images, whose pixels are perturbed: no entry")
+        raise InputError(f"an entry needs a finished run over labelled images with perturbed pixels, unlike {run.path}")
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _BY_HAND
     except (OSError, ValueError) as error:

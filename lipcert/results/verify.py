@@ -186,7 +186,7 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
     for key in _DESCRIBED:
         if not same(claimed.get(key), recomputed[key], TOLERANCE, TOLERANCE):
             difference = _first_difference(claimed.get(key), recomputed[key])
-            yield f"the summary's {key} is not what is found again{difference}"
+            yield f"the summary's {key} differs from what is recomputed{difference}"
     if re.search(r"\.shard-\d+-of-\d+$", run.path.stem):
         yield f"{run.path} is one part of a run; put the parts together, and verify the whole"
         return

@@ -48,7 +48,7 @@ class TrainingBound:
             why = "".join(f" ({name} at {path or 'the model'}: {reason})" for name, path, reason in obstacles)
             raise InputError(
                 f"the global bound is {self.certified:.3g}, too large to train on{why}; "
-                "hold the norms of the layers with max_norm=1, or take the loss 'adversarial'"
+                "limit the norms of the layers with max_norm=1, or take the loss 'adversarial'"
             )
         self.step()
 
