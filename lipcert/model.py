@@ -163,13 +163,7 @@ def alone(function: Function) -> Function:
 
 def outside_inference_mode(function: Function) -> Function:
     """:func:`alone`, outside of ``torch.inference_mode()``, which prevents differentiation."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _without_others(), torch.inference_mode(False):
-            return function(*args, **kwargs)
-
-    return cast(Function, run)
+    return alone(torch.inference_mode(False)(function))
 
 
 class Model(nn.Module):
@@ -217,11 +211,11 @@ class Model(nn.Module):
         class_names: Sequence[str] = (),
     ):
         super().__init__()
-        channels = int(input_size[0])
         if len(input_size) != 3 or min(input_size) < 1:
             raise InputError(f"input_size must be (channels, height, width), got {tuple(input_size)}")
         if math.prod(input_size) > _MOST_PIXELS:
             raise InputError(f"input_size {tuple(input_size)} is more than any network takes")
+        channels = int(input_size[0])
         mean, std = ([*values] * (channels if len(values) == 1 else 1) for values in (mean, std))
         if len(mean) != channels or len(std) != channels:
             raise InputError(
