@@ -92,7 +92,10 @@ def run(plan: Plan) -> None:
 
         several = plan.several_models or len(plan.settings) > 1
         if plan.as_json:
-            summaries = [_for_programs(outcome.run) for outcome in outcomes]
+            runs = [outcome.run for outcome in outcomes]
+            summaries = [{**run.summary, "facts": record(run, run.every_eps)} for run in runs]
+            for one in summaries:
+                one.pop("example_logits", None)  # which only verification needs
             print_json({"models": summaries, "failed": failed} if several else summaries[0])
         elif several:
             _print_comparison(outcomes, plan)
@@ -335,14 +338,14 @@ def _certify_with(
 
 
 def _keeps(plan: Plan) -> bool:
-    """Whether rows go to a file in the working folder; says so where none can be written there."""
+    """Whether rows go to a file in the working folder; reports a folder that cannot be written to."""
     if plan.keep and not (writable := os.access(".", os.W_OK)):
         say("note: no file can be written in this folder, so rows are not kept; --out FILE keeps them")
     return plan.keep and writable
 
 
 def _names(stem: str, settings: CertifySettings) -> Iterator[Path]:
-    """Files for the rows of a run that is given none: named after the model, then also after what tells runs apart."""
+    """Files for the rows of a run without --out: named after the model, then also after its settings."""
     yield Path(f"{stem}.jsonl")
     noise = "" if settings.sigma is None else f".sigma-{settings.sigma:g}"
     targets = ",".join(text for _, text in settings.every_eps)
@@ -410,12 +413,6 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
     print_facts([*rows, *_next(plan, [outcome]).facts])
 
 
-def _for_programs(run: Run) -> dict[str, Any]:
-    """The summary, without what only verification needs, and the facts of the table."""
-    summary = {name: value for name, value in run.summary.items() if name != "example_logits"}
-    return {**summary, "facts": record(run, run.every_eps)}
-
-
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     """How many images have no certificate, by reason; empty unless certification was staged."""
     reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
@@ -461,7 +458,7 @@ def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
 
 
 def _judge(outcomes: Sequence[_Outcome], plan: Plan) -> bool:
-    """Says which models are below what was asked for; whether there are any."""
+    """Reports the models below --fail-under; returns whether there are any."""
     below = False
     for outcome in outcomes:
         reached = outcome.run.certified_accuracy

@@ -167,7 +167,7 @@ def _expanded(found: re.Match[str]) -> str:
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help shows options under headings. What is given twice combines, or is refused."""
+    """A command whose help shows options under headings. An option that is given twice combines, or is refused."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         args = [_HOME.sub(_expanded, one) for one in _joined(args)]

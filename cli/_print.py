@@ -102,7 +102,7 @@ def _without(table: Sequence[Sequence[str]], names: Sequence[str]) -> list[list[
 
 
 def _width(table: Sequence[Sequence[str]]) -> int:
-    """How wide a table is where no cell is broken: a space at each end, three between columns."""
+    """The width of a table without broken cells: a space at each end, three between columns."""
     return sum(max(map(len, column)) + 3 for column in zip(*(row for row in table if row), strict=True)) - 1
 
 
@@ -115,7 +115,7 @@ _STEPS, _WIDE, _LONGEST = 10, 3.0, 3
 
 
 class _Pace:
-    """How far work is, and how long it may go on: an interval that shrinks."""
+    """The progress of work, and an interval for its end that shrinks."""
 
     def __init__(self, what: str, total: float | None):
         self.what, self.total = what, total
@@ -127,7 +127,7 @@ class _Pace:
         self._steps, self._ends = 0, (-math.inf, math.inf)
 
     def update(self, done: float, total: float | None, what: str | None) -> bool:
-        """Takes the news; whether they are of another count, with a speed of its own."""
+        """Records progress; returns whether another count began, which has a speed of its own."""
         if again := bool(self.done) and (total != self.total or done < self.done):
             self._begin()
         self.what, self.total = what or self.what, total
@@ -137,11 +137,11 @@ class _Pace:
             self._squares, self._most = self._squares + square, max(self._most, square)
             self.done, self._last, self._steps = done, now, self._steps + 1
             if total is not None and self._steps >= _STEPS:
-                self._foresee(max(0.0, total - done), now - self.started)
+                self._estimate_end(max(0.0, total - done), now - self.started)
         return again
 
-    def _foresee(self, rest: float, elapsed: float) -> None:
-        """Narrows the times of the end by the mean time of a unit, and by how much this varied from step to step."""
+    def _estimate_end(self, rest: float, elapsed: float) -> None:
+        """Narrows the interval of the end by the mean time of a unit and its variation from step to step."""
         each = elapsed / self.done
         variance = max(0.0, self._squares + _LONGEST * self._most - elapsed * each) / (self._steps - 1)
         error = _WIDE * math.sqrt(variance * rest * (1 + rest / self.done))
@@ -208,7 +208,7 @@ _next_line = [1e9, _FIRST_PAUSE]  # when the next is due, and the pause before i
 
 @contextlib.contextmanager
 def _lines(what: str, total: float | None) -> Iterator[Update]:
-    """Prints a line of progress when one is due; a thread prints it, as the block may give no news for minutes."""
+    """Prints a line of progress when one is due; a thread prints it, as the block may report nothing for minutes."""
     pace, ended = _Pace(what, total), threading.Event()
 
     def update(done: float, total: float | None = None, what: str | None = None) -> None:
@@ -231,7 +231,7 @@ def _lines(what: str, total: float | None) -> Iterator[Update]:
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Shows on standard error during the block what is done."""
+    """Shows on standard error what is done during the block."""
     with progress(what):
         yield
 

@@ -31,7 +31,7 @@ class Spectrum:
         squares, vectors = torch.linalg.eigh(_gram(matrix))
         return cls(squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1), left)
 
-    def take_off(self, matrix: Tensor, fractions: Tensor) -> Tensor:
+    def shrunk(self, matrix: Tensor, fractions: Tensor) -> Tensor:
         """W − Σ_i f_i σ_i u_i v_iᵀ for fractions f, (K,), which changes σ_i to (1 − f_i) σ_i."""
         used = fractions != 0
         vectors = self.vectors[:, used]
@@ -74,7 +74,7 @@ def clip_level(values: Tensor, mass: float) -> float:
 
 def clip_spectrum(matrix: Tensor, spectrum: Spectrum, level: float) -> Tensor:
     """W with its singular values above ``level`` lowered to it."""
-    return spectrum.take_off(matrix, (1 - level / spectrum.values.clamp_min(_TINY)).clamp_min(0))
+    return spectrum.shrunk(matrix, (1 - level / spectrum.values.clamp_min(_TINY)).clamp_min(0))
 
 
 def _prox_spectral(matrix: Tensor, step: float) -> Tensor:
@@ -86,7 +86,7 @@ def _prox_spectral(matrix: Tensor, step: float) -> Tensor:
 def _prox_nuclear(matrix: Tensor, step: float) -> Tensor:
     """W with its singular values lowered by ``step``, but not below 0."""
     spectrum = Spectrum.of(matrix)
-    return spectrum.take_off(matrix, (step / spectrum.values.clamp_min(_TINY)).clamp_max(1))
+    return spectrum.shrunk(matrix, (step / spectrum.values.clamp_min(_TINY)).clamp_max(1))
 
 
 def soft_threshold(matrix: Tensor, step: float) -> Tensor:

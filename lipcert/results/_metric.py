@@ -17,7 +17,7 @@ try:
 except ImportError:
 
     class Metric:  # type: ignore[no-redef]
-        """What is used of torchmetrics."""
+        """The part of ``torchmetrics.Metric`` that is used."""
 
         def __init__(self) -> None:
             self._defaults: dict[str, Tensor] = {}
