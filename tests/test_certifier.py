@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import Function
 from torch import Tensor, nn
 
 import lipcert
@@ -227,11 +228,7 @@ def test_a_constant_network_is_certified_everywhere() -> None:
 
 
 def test_a_bound_that_is_infinite_certifies_nothing() -> None:
-    class Inverse(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (1 / x).flatten(1)
-
-    model = Model(Inverse(), mean=(0, 0, 0), std=(1, 1, 1), input_size=(3, 2, 2))
+    model = Model(Function(lambda x: (1 / x).flatten(1)), mean=(0, 0, 0), std=(1, 1, 1), input_size=(3, 2, 2))
     images = 0.1 + 0.9 * torch.rand(4, 3, 2, 2)
     result = certify(model, images, eps=1e-9, method="gloro")
     assert not result.certified.any()
@@ -297,25 +294,10 @@ def test_labels_and_accuracy() -> None:
     assert len(result) == 6
 
 
-def test_batches_do_not_change_certificates() -> None:
-    model = network(2, 3, "conv")
-    images = torch.rand(7, *model.input_size)
-    whole, parts = (certify(model, images, eps=0.01, method="gloro", batch_size=n) for n in (64, 2))
-    torch.testing.assert_close(whole.radius, parts.radius, rtol=1e-9, atol=1e-15)
-    assert torch.equal(whole.predicted, parts.predicted)
-    assert whole.method == parts.method
-
-
 def test_no_images() -> None:
     result = certify(linear(), torch.zeros(0, 3, 3, 3), eps=0.1)
     assert len(result) == 0
     assert result.radius.shape == (0,)
-
-
-@pytest.mark.parametrize("eps", [0.0, -1.0, math.nan, math.inf])
-def test_eps_must_be_a_positive_number(eps: float) -> None:
-    with pytest.raises(InputError, match="eps must be a positive number"):
-        certify(linear(), torch.rand(1, 3, 3, 3), eps=eps)
 
 
 def test_images_that_are_none() -> None:
@@ -431,7 +413,6 @@ def test_casts_of_a_deployed_network_round(pixels: Tensor, dtype: str) -> None:
 @pytest.mark.slow
 def test_linear_attention_that_casts() -> None:
     """EfficientViT has a product in float32 with a ReLU on either side."""
-    torch.manual_seed(0)
     sizes = {"widths": (4, 4, 4, 8, 8), "depths": (1, 1, 1, 1, 1), "head_dim": 4, "head_widths": (8, 8)}
     model = lipcert.load("efficientvit_b0", pretrained=False, num_classes=3, input_size=(3, 32, 32), **sizes)
     result = certify(model, torch.rand(1, 3, 32, 32), eps=1e-6, method="lofast")
@@ -441,15 +422,11 @@ def test_linear_attention_that_casts() -> None:
 def near_kinks() -> Any:
     """Orthogonal matrices and absolute values, which keep lengths: a small constant, and kinks near every image."""
 
-    class Absolute(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.abs()
-
     torch.manual_seed(0)
     layers = [nn.Linear(12, 64, bias=False), *(nn.Linear(64, 64, bias=False) for _ in range(3))]
     for layer in layers:
         torch.nn.init.orthogonal_(layer.weight)
-    behind = [part for layer in layers for part in (layer, Absolute())]
+    behind = [part for layer in layers for part in (layer, Function(torch.abs))]
     net = nn.Sequential(nn.Flatten(), *behind, nn.Linear(64, 3))
     return Model(net, mean=(0.5,) * 3, std=(1.0,) * 3, input_size=(3, 2, 2)).double()
 
@@ -489,7 +466,6 @@ def test_gloro_says_nothing_of_perturbations_inside_the_network() -> None:
 
 def test_images_in_another_layout_of_memory_are_the_same_images() -> None:
     """What flattens a view of them copies it; that is no other network."""
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
     model, images = Model(net, mean=MEAN, std=STD, input_size=(3, 2, 2)), torch.rand(2, 2, 2, 3).permute(0, 3, 1, 2)
     radii_ = [Certifier(model, 0.01, "gloro").run(given).radius for given in (images, images.contiguous())]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import seeded
 from torch import Tensor, nn
 
 from lipcert.bounds import analyze, explicit_maxima
@@ -23,10 +24,6 @@ SIZE = (1, 3, 4, 4)
 
 def image(seed: int = 0, size: tuple[int, ...] = SIZE) -> Tensor:
     return torch.rand(size, generator=torch.Generator().manual_seed(seed))
-
-
-def seeded(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def same_on_other_images(module: nn.Module, graph: Graph, size: tuple[int, ...]) -> None:
@@ -594,11 +591,7 @@ def test_the_operations_between_two_values_are_those_on_the_ways_from_one_to_the
 def test_maxima_written_out(function, relus):
     """The same values; one relu for all operations on the same two values."""
 
-    class Network(nn.Module):
-        def forward(self, x):
-            return function(x)
-
-    graph = needed(capture(Network().eval(), torch.rand(1, 8)))
+    graph = needed(capture(Module(function), torch.rand(1, 8)))
     found = needed(explicit_maxima(graph))
     for seed in range(3):
         x = torch.randn(1, 8, generator=torch.Generator().manual_seed(seed)).round(decimals=1)

@@ -7,16 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from modules import seeded
 from torch import nn
 
 import lipcert
 from lipcert.bounds import margins
 from lipcert.certifier import Anchored
 from lipcert.norms import factor, verified_norms
-
-
-def seeded(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_what_is_not_finite_has_no_norm():
@@ -184,7 +181,6 @@ def test_no_attack_gets_inside(name):
     ],
 )  # fmt: skip
 def test_only_narrow_patches_that_are_disjoint_stand_for_what_they_read(other):
-    torch.manual_seed(0)
     net = Narrow()
     net.patches = nn.Conv2d(**{**dict(in_channels=5, out_channels=6, kernel_size=4, stride=4), **other})
     net.mix = nn.LazyLinear(12)

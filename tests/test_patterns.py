@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from modules import Function
 from timm.layers.fast_norm import rms_norm2d
 from torch import Tensor, nn
 
@@ -25,17 +26,6 @@ D, R = 8, 1.3
 Map = Callable[[Tensor], Tensor]
 
 
-class Written(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Map):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 def network(part: nn.Module | Map, channels_first: bool = False) -> Model:
     """Two tokens of 8 entries through a matrix, the part, and a head."""
     torch.manual_seed(0)
@@ -47,7 +37,7 @@ def network(part: nn.Module | Map, channels_first: bool = False) -> Model:
         def __init__(self) -> None:
             super().__init__()
             self.first, self.head = first, head
-            self.part = part if isinstance(part, nn.Module) else Written(part)
+            self.part = part if isinstance(part, nn.Module) else Function(part)
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.first(x.flatten(1).reshape(-1, 2, 6))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from modules import seeded
 from scipy.optimize import linprog
 from torch import nn
 
@@ -21,10 +22,6 @@ from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.ray import SECTORS, sector
 from lipcert.graph import Node
 from lipcert.surgery import SmoothMaxMin
-
-
-def seeded(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def loaded(*layers, size=8):

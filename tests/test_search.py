@@ -8,13 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import seeded
 
 from lipcert.certifier._search import search, search_each, search_least
-
-
-def seeded(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
 
 SHAPES = {
     "linear": lambda eps, root: root - eps,
