@@ -1,17 +1,17 @@
 """Zeros that stay, values of L2 attention, the faithful engine's tolerance and options."""
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from commands import run, write_images
 from moments import constrain_matrix, from_rows
-from PIL import Image
 from torch import nn
-from typer.testing import CliRunner
 
 import lipcert
 from lipcert.certvit import constrain_blockwise
-from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.training import finetune
@@ -148,39 +148,25 @@ def test_constrained_values_lower_the_bound():
 
 
 @pytest.fixture
-def folder(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    for name in "abc":
-        (tmp_path / "data" / name).mkdir(parents=True)
-        for k in range(7):
-            pixels = torch.randint(0, 256, (8, 8, 3), generator=generator, dtype=torch.uint8).numpy()
-            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{k}.png")
-    return tmp_path
-
-
-def artifact(folder):
+def constrain(tmp_path):
+    """Runs the command on a small network and images of its size; it writes out.safetensors."""
+    write_images("data", 21, 8)
     torch.manual_seed(0)
     model = lipcert.load("certvit_cifar10", pretrained=False, depth=1, embed_dim=12, img_size=8, num_classes=3)
-    save(model, folder / "model.safetensors")
-    return str(folder / "model.safetensors")
+    save(model, "model.safetensors")
+    words = ("model.safetensors", "--data", "data", "--out", "out.safetensors", "--json", "--force")
+    return partial(run, "constrain", *words)
 
 
-def constrain(folder, *options, **settings):
-    out = folder / "out.safetensors"
-    arguments = ["constrain", artifact(folder), "--data", str(folder / "data"), "--out", str(out), *options]
-    return CliRunner().invoke(app, [*arguments, "--json", "--force"], obj=settings), out
-
-
-def test_the_command_takes_the_hyper_parameters_of_the_faithful_engine(folder):
+def test_the_command_takes_the_hyper_parameters_of_the_faithful_engine(constrain):
     faithful = {"engine": "faithful", "quantile": 0.3, "relaxation": 1.1, "projection_epochs": 2, "eta": 0.01}
-    result, out = constrain(folder, "--iterations", "3", **faithful, point="sparse", mini_batches=3)
-    assert result.exit_code == 0, result.output
-    step = read_metadata(out)["recipe"][-1]
+    result = constrain("--iterations", "3", **faithful, point="sparse", mini_batches=3)
+    step = read_metadata("out.safetensors")["recipe"][-1]
     assert (step["eta"], step["quantile"], step["relaxation"]) == (0.01, 0.3, 1.1)
     assert (step["measure"], step["mini_batches"]) == ("l1", 3)
     assert (step["iterations"], step["projection_epochs"]) == (3, 2)
     assert json.loads(result.stdout)["layers"][1]["sparsity"] > 0.01
-    assert load_artifact(out).recipe
+    assert load_artifact("out.safetensors").recipe
 
 
 @pytest.mark.parametrize(
@@ -194,13 +180,14 @@ def test_the_command_takes_the_hyper_parameters_of_the_faithful_engine(folder):
         ({"eta": 1e9}, "none of"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_one_line(folder, settings, message):
-    result, out = constrain(folder, **settings)
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-    assert not out.exists()
-    assert "iterations must be at least 1" in constrain(folder, "--iterations", "0")[0].stderr
-    both = constrain(folder, "--measure", "spectral", engine="faithful")[0]
+def test_what_cannot_be_used_is_said_in_one_line(constrain, settings, message):
+    assert message in " ".join(constrain(code=2, **settings).output.split())
+    assert not Path("out.safetensors").exists()
+
+
+def test_options_that_cannot_be_used_are_said(constrain):
+    assert "iterations must be at least 1" in constrain("--iterations", "0", code=2).stderr
+    both = constrain("--measure", "spectral", engine="faithful", code=2)
     assert "the faithful engine lowers l1 and not spectral" in both.stderr
 
 

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import run
 
 import lipcert
-from lipcert.cli import app
 from lipcert.inputs.artifact import read_metadata
 from lipcert.inputs.checkpoints import ASSETS, Checkpoint, checkpoints, path_of
 from lipcert.inputs.data import open_images
@@ -41,12 +40,10 @@ def test_a_row_belongs_to_its_file(row: Checkpoint) -> None:
 
 
 def test_the_command_lists_them() -> None:
-    said = CliRunner().invoke(app, ["models", "--json"])
-    assert said.exit_code == 0
-    listed = json.loads(said.stdout)
+    listed = json.loads(run("models", "--json").stdout)
     assert [one["name"] for one in listed] == [row.name for row in checkpoints()]
     assert all(Path(one["path"]).is_file() and Path(one["card"]).is_file() for one in listed)
-    one = CliRunner().invoke(app, ["models", "digits-vit"])
+    one = run("models", "digits-vit")
     assert "92.5 %" in one.stdout
     assert "make_digits_vit" in one.stderr
 

@@ -9,13 +9,13 @@ import textwrap
 from pathlib import Path
 
 import huggingface_hub
-import pytest
 import torch
-from typer.testing import CliRunner
+from commands import run, write_images
+from PIL import Image
 
 import lipcert
 from lipcert.certvit._measures import MEASURES
-from lipcert.cli import _print, app
+from lipcert.cli import _print
 from lipcert.cli._commands import COMMANDS
 from lipcert.inputs.artifact import read_metadata
 from lipcert.results import read_run
@@ -29,32 +29,20 @@ HUB = """
 """
 
 
-def run(*arguments, code: int = 0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_from_install_to_a_published_card_in_four_commands(folder) -> None:
+def test_from_install_to_a_published_card_in_four_commands(tmp_path) -> None:
     """pip install lipcert, certify, report, and what report prints; ``hf`` is one that copies into a folder."""
     certified = run("certify", "--eps", "36/255", "--limit", 4, "--method", "gloro", "--out", "digits.jsonl")
     assert "next\tlipcert report digits.jsonl --html digits.html" in certified.stdout
     shown = run("report", "digits.jsonl", "--card", "README.md")
     uploads = [shlex.split(line) for line in shown.stderr.splitlines() if line.strip().startswith("hf upload")]
     assert uploads
-    (folder / "hub").mkdir()
-    (folder / "hf.py").write_text(textwrap.dedent(HUB))
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hf.py").write_text(textwrap.dedent(HUB))
     for _, *arguments in uploads:
-        subprocess.run([sys.executable, "hf.py", *arguments], check=True, cwd=folder)
-    card = huggingface_hub.ModelCard.load(folder / "hub" / "README.md")
+        subprocess.run([sys.executable, "hf.py", *arguments], check=True, cwd=tmp_path)
+    card = huggingface_hub.ModelCard.load(tmp_path / "hub" / "README.md")
     assert card.data.library_name
-    (weights,) = (folder / "hub").glob("*.safetensors")
+    (weights,) = (tmp_path / "hub").glob("*.safetensors")
     assert read_metadata(weights)["weights_hash"] == read_run(Path("digits.jsonl")).weights_hash
 
 
@@ -75,7 +63,7 @@ def test_help_has_headings_choices_and_short_names() -> None:
     assert "by default the newest" not in run("predict", "-h").stdout  # which takes a model and images
 
 
-def test_quiet_leaves_results_and_errors(folder, monkeypatch) -> None:
+def test_quiet_leaves_results_and_errors(monkeypatch) -> None:
     result = run("certify", "--eps", "0.1", "--limit", 2, "--method", "gloro", "-q")
     assert result.stderr == ""
     assert "certified accuracy" in result.stdout
@@ -85,20 +73,13 @@ def test_quiet_leaves_results_and_errors(folder, monkeypatch) -> None:
     assert "model: digits-vit, bundled" in run("inspect").stderr
 
 
-def test_every_step_is_recorded(folder) -> None:
+def test_every_step_is_recorded() -> None:
     made = [
         "--no-pretrained",
         "--model-args",
         "img_size=16 patch_size=8 num_classes=3 depth=1 embed_dim=24 num_heads=2",
     ]
-    torch.manual_seed(0)
-    pixels = (255 * torch.rand(6, 16, 16, 3)).byte().numpy()
-    from PIL import Image
-
-    for i, image in enumerate(pixels):
-        path = folder / "images" / "abc"[i % 3] / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(path)
+    write_images("images", 6, 16)
     run("convert", "test_vit", *made, "--data", "images", "-o", "a.safetensors")
     lowered = run("constrain", "a.safetensors", "--data", "images", "--error", 0.1, "-o", "b.safetensors", "--json")
     assert json.loads(lowered.stdout)["written"] == "b.safetensors"
@@ -123,7 +104,8 @@ def test_every_step_is_recorded(folder) -> None:
 
 
 def test_a_certifier_says_which_method_runs_and_how_far_it_is() -> None:
-    model = lipcert.load()
+    small = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "num_heads": 2, "depth": 1, "num_classes": 3}
+    model = lipcert.load("vit_tiny_patch16_224", pretrained=False, **small)
     certifier = lipcert.certifier.Certifier(model, 0.1, "anchored")
     seen: list[tuple[str, float]] = []
     certifier.watch = lambda stage, done: seen.append((stage, done))
@@ -136,9 +118,7 @@ def test_a_certifier_says_which_method_runs_and_how_far_it_is() -> None:
     assert len(shares) > 10
 
 
-def test_the_first_command_of_a_process_says_how_images_are_resized(folder) -> None:
-    from PIL import Image
-
+def test_the_first_command_of_a_process_says_how_images_are_resized(tmp_path) -> None:
     Image.new("RGB", (40, 32)).save("one.png")
     command = [
         sys.executable,
@@ -153,7 +133,7 @@ def test_the_first_command_of_a_process_says_how_images_are_resized(folder) -> N
         "--method",
         "gloro",
     ]
-    shown = subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
     assert "images: 32×40 → resize to 8×8, crop" in shown, shown
     assert "centre crop discards" in shown
 

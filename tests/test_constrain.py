@@ -6,19 +6,17 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
+import commands
 import pytest
 import safetensors.torch
 import torch
+from commands import facts, run, write_images
 from moments import from_rows
-from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from typer.testing import CliRunner
 
 import lipcert
 from lipcert.certvit import MEASURE_NAMES, constrain_blockwise, network
-from lipcert.cli import app
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
 from lipcert.inputs.data import open_images
@@ -278,7 +276,6 @@ def test_on_any_error_the_model_is_as_it_was(monkeypatch, where, stop):
 
 
 def test_a_layer_that_fails_is_reported_and_left_alone():
-    torch.manual_seed(0)
     net = Wired(
         lambda net, x: net.head(x.flatten(1)) + net.dead(0 * x.flatten(1)),
         head=nn.Linear(192, 3, bias=False),
@@ -324,7 +321,6 @@ def test_a_weight_of_zeros_and_an_error_below_the_precision():
 
 
 def test_norms_of_convolutions_are_those_of_the_operators():
-    torch.manual_seed(0)
     net = Wired(
         lambda net, x: net.head(net.second(net.first(x).relu()).relu().mean((2, 3))),
         first=nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False),
@@ -478,37 +474,16 @@ def test_logits_that_are_not_finite_are_refused():
     assert same(model, before)
 
 
-def run(*arguments, code=0, obj=None):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], obj=obj)
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    return result
-
-
 def refused(*arguments):
-    result = run("constrain", *arguments, code=2)
-    assert result.stdout == ""
-    said = [line for line in result.stderr.splitlines() if not line.startswith(("images: ", "labels: ", "note: "))]
-    assert len(said) == 1
-    assert said[0].startswith("lipcert: ")
-    return said[0]
+    return commands.refused("constrain", *arguments, besides=("images: ", "labels: ", "note: "))
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty working folder with a model, and twelve images of three classes in the folder images."""
-    monkeypatch.chdir(tmp_path)
-    random = np.random.default_rng(0)
-    for i in range(12):
-        path = tmp_path / "images" / "abc"[i % 3] / f"{i:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+def folder(tmp_path):
+    """The working folder, with a model, and twelve images of three classes in the folder images."""
+    write_images("images", 12, 32)
     save(vit(), "model.lipcert.safetensors")
     return tmp_path
-
-
-def facts(output):
-    return dict(line.split("\t") for line in output.splitlines() if line.count("\t") == 1)
 
 
 def test_command_prints_and_writes(folder):
@@ -650,6 +625,6 @@ def test_faithful_engine_refuses_other_measures():
 
 def test_command_marks_the_faithful_engine(folder):
     options = ["--data", "images", "--error", "0.1", "--layers", BLOCK[0], "--out", "f.safetensors"]
-    result = run("constrain", "model.lipcert.safetensors", *options, obj={"engine": "faithful"})
+    result = run("constrain", "model.lipcert.safetensors", *options, engine="faithful")
     assert "after, l1, faithful (block-iterative)\t" in result.stdout
     assert read_metadata("f.safetensors")["facts"]["constraint"]["engine"] == "faithful"

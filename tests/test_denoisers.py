@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import read_summary, run
 from scipy.fft import dctn, idctn
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import lipcert
-from lipcert.cli import app
 from lipcert.denoisers import NAMES, Denoised, Natural, denoiser_named
 from lipcert.denoisers._dct import _THRESHOLD
 from lipcert.denoisers._natural import WEIGHTS
@@ -29,19 +28,8 @@ from lipcert.smoothing import Smoothing, choose_sigma, from_lattice, noise
 from lipcert.smoothing._binomial import share_above
 
 EPS = 36 / 255
-
-
-def command(*arguments: str, cwd: Path) -> tuple[int, str, str]:
-    """Runs lipcert in a folder: exit code, what it printed, and what it said on standard error."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(cwd)
-        result = CliRunner().invoke(app, [*arguments])
-    return result.exit_code, result.stdout, result.stderr
-
-
-def smoothed(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    run = ("certify", "--eps", "36/255", "--method", "smoothing", "--samples", "200", *arguments)
-    return command(*run, cwd=folder)
+VERIFY = ("verify", "bundled", "r.jsonl", "--all")
+smoothed = partial(run, "certify", "--eps", "36/255", "--method", "smoothing", "--samples", "200")
 
 
 def small(channels: int = 3, side: int = 16) -> lipcert.Model:
@@ -147,45 +135,17 @@ def test_names_in_runs_and_artifacts(tmp_path: Path) -> None:
 
 
 def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
-    run = ("--sigma", "0.25", "--limit", "4", "--out", "r.jsonl")
-    assert smoothed(tmp_path, *run, "--denoiser", "dct")[0] == 0
+    four, denoised = ("--sigma", "0.25", "--limit", "4", "--out", "r.jsonl"), ("--denoiser", "dct")
+    smoothed(*four, *denoised)
     rows = (tmp_path / "r.jsonl").read_text().splitlines()
     (tmp_path / "r.jsonl").write_text("\n".join(rows[:2]) + "\n")
-    code, _, said = smoothed(tmp_path, *run)
-    assert code == 2
-    assert "a run with another model" in said
-    code, _, said = smoothed(tmp_path, *run, "--denoiser", "dct")
-    assert code == 0
-    assert "continuing after 2 images" in said
-    again = ("verify", "bundled", "r.jsonl", "--all")
-    assert command(*again, "--denoiser", "dct", cwd=tmp_path)[0] == 0
-    assert command(*again, cwd=tmp_path)[0] == 2
+    assert "a run with another model" in smoothed(*four, code=2).stderr
+    assert "continuing after 2 images" in smoothed(*four, *denoised).stderr
+    run(*VERIFY, *denoised)
+    run(*VERIFY, code=2)
     lipcert.report(tmp_path / "r.jsonl", card=tmp_path / "README.md")
     card = (tmp_path / "README.md").read_text()
     assert "denoiser=dct" in card
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--sigma", "0.25", "--denoiser", "dtc"),
-            "there is no denoiser 'dtc'; did you mean dct? There are dct, natural",
-        ),
-        (("--sigma", "0", "--denoiser", "dct"), "needs a positive sigma, such as 0.25, or auto, got 0"),
-        (("--sigma", "auto", "--limit", "120"), "needs images outside the run"),
-        (("--sigma", "auto", "--limit", "{most}"), "at least 8, and there are 3; certify fewer with --limit"),
-        (("--sigma", "aut"), "needs a positive sigma, such as 0.25, or auto, got aut"),
-    ],
-)
-def test_what_is_refused_is_refused_in_one_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    total = open_images(None, lipcert.load(None)).total
-    assert total is not None
-    code, out, said = smoothed(tmp_path, *(one.format(most=total - 3) for one in arguments))
-    assert code == 2
-    assert not out
-    (line,) = [line for line in said.splitlines() if not line.startswith("model: ")]
-    assert message in line
 
 
 @pytest.mark.parametrize(("name", "size"), [("natural", (1, 16, 16)), ("natural", (3, 4, 16)), ("dct", (1, 16, 7))])
@@ -194,12 +154,10 @@ def test_images_that_a_denoiser_does_not_take(name: str, size: tuple[int, int, i
         denoiser_named(name, size)
 
 
-def test_denoisers_are_for_smoothing(tmp_path: Path) -> None:
-    code, _, said = command("certify", "--eps", "1/255", "--denoiser", "dct", "--method", "gloro", cwd=tmp_path)
-    assert code == 2
+def test_denoisers_are_for_smoothing() -> None:
+    said = run("certify", "--eps", "1/255", "--denoiser", "dct", "--method", "gloro", code=2).stderr
     assert said.splitlines()[-1].endswith("use it with --method smoothing")
-    code, _, said = command("certify", "bundled", "--eps", "1/255", "--denoiser", "dct", cwd=tmp_path)
-    assert code == 2
+    said = run("certify", "bundled", "--eps", "1/255", "--denoiser", "dct", code=2).stderr
     assert said.splitlines() == [
         "images: 20 of 120 bundled images; --limit 120 for all",
         "lipcert: this denoiser is for noise of a known sigma; use it with --method smoothing",
@@ -211,25 +169,22 @@ def test_a_module_of_ones_own_under_a_known_name_is_not_written(tmp_path: Path) 
         lipcert.save(Denoised(small(), nn.Identity(), "dct"), tmp_path / "a.safetensors")
 
 
-def test_sigma_auto_looks_at_other_images(tmp_path: Path) -> None:
-    run = ("--sigma", "auto", "--limit", "6", "--out", "r.jsonl")
-    code, _, said = smoothed(tmp_path, *run)
-    assert code == 0
+def test_sigma_auto_looks_at_other_images() -> None:
+    auto = partial(smoothed, "--sigma", "auto", "--out", "r.jsonl", "--limit")
+    said = auto("6").stderr
     announced, line = [line for line in said.splitlines() if line.startswith("sigma: ")]
     assert announced.startswith("sigma: choosing it on 48 images outside the run, up to ")
-    summary = json.loads((tmp_path / "r.summary.json").read_text())
+    summary = read_summary()
     choice = summary["sigma_choice"]
     assert line.startswith(f"sigma: {summary['sigma']:g}, chosen on 48 images outside the run")
     assert (choice["sigma"], choice["images"], choice["labelled"]) == (summary["sigma"], 48, True)
     assert max(choice["shares"], key=choice["shares"].get) == f"{choice['sigma']:g}"
     assert len(choice["shares"]) > 2
-    code, _, said = smoothed(tmp_path, *run)
-    assert code == 0
+    said = auto("6").stderr
     assert "as chosen for r.jsonl" in said
     assert "continuing after 6 images" in said
-    larger = smoothed(tmp_path, *["20" if word == "6" else word for word in run])
-    assert (larger[0], "continuing after 6 images" in larger[2]) == (0, True)
-    assert command("verify", "bundled", "r.jsonl", "--all", cwd=tmp_path)[0] == 0
+    assert "continuing after 6 images" in auto("20").stderr
+    run(*VERIFY)
 
 
 def test_the_other_images_are_not_those_of_the_run() -> None:

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import run
+from modules import seeded
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from typer.testing import CliRunner
 
 import lipcert
 from lipcert.attacks import PGD
 from lipcert.bounds._masked import Core
 from lipcert.certifier import METHODS, Certifier
-from lipcert.cli import app
 from lipcert.graph import Node, _intact
 from lipcert.norms import (
     Ledger,
@@ -144,10 +144,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def wrapped(net: nn.Module, side: int = 4) -> lipcert.Model:
     return lipcert.load(net.eval(), mean=(0.5,), std=(0.25,), input_size=(1, side, side))
 
@@ -215,7 +211,7 @@ def check(model: lipcert.Model, device: torch.device, **options: Any) -> None:
 
 
 def test_the_device_refuses_what_cuda_refuses(device: torch.device) -> None:
-    here, there = random(3, 3), random(3, 3).to(device)
+    here, there = seeded(3, 3), seeded(3, 3).to(device)
     assert torch.equal((2 * there).to("cpu"), 2 * here)
     assert torch.equal((there * torch.tensor(2.0)).to("cpu"), 2 * here)
     assert torch.equal(there[torch.tensor([2, 0])].to("cpu"), here[[2, 0]])
@@ -261,7 +257,7 @@ def test_an_attack_inside(device: torch.device) -> None:
 
 
 def test_norms_are_where_the_products_take_their_vectors(device: torch.device) -> None:
-    maps = random(2, 6, 5)
+    maps = seeded(2, 6, 5)
     here, there = maps, maps.to(device)
 
     def products(maps: Tensor) -> tuple[Any, ...]:
@@ -288,7 +284,7 @@ def test_norms_are_where_the_products_take_their_vectors(device: torch.device) -
 def test_norms_of_a_large_matrix_between_weights(device: torch.device) -> None:
     x = Node("input", None, (), {}, "", (1, 300))
     node = Node("linear", F.linear, (x,), {}, "", (1, 257))
-    weight, outer, inner = random(257, 300), random(2, 1, 257).abs(), random(2, 1, 300).abs()
+    weight, outer, inner = seeded(257, 300), seeded(2, 1, 257).abs(), seeded(2, 1, 300).abs()
 
     def found(where: torch.device) -> Tensor:
         core = Core(node, weight.to(where), None, F.linear, 300)
@@ -354,9 +350,9 @@ def test_the_command_computes_where_it_is_told(device: torch.device, monkeypatch
 
     monkeypatch.setattr(module, "Certifier", Seen)
     command = ["certify", "--eps", "36/255", "--limit", "2", "--method", "gloro", "--json"]
-    found = [CliRunner().invoke(app, [*command, "--device", where]) for where in ("cpu", device.type)]
-    assert seen == ["cpu", device.type], found[1].output
+    found = [run(*command, "--device", where) for where in ("cpu", device.type)]
+    assert seen == ["cpu", device.type]
     here, there = ({**json.loads(result.stdout)["counts"], "seconds": None} for result in found)
     assert there.pop("median_radius") == pytest.approx(here.pop("median_radius"), rel=1e-12)
     assert there == here
-    assert CliRunner().invoke(app, [*command, "--device", "tpu9"]).exit_code == 2
+    run(*command, "--device", "tpu9", code=2)

@@ -10,18 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from commands import run, write_images
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import lipcert
 from benchmarks import make_measurements
 from lipcert.certifier._staged import CLASSES
-from lipcert.cli import app
 from lipcert.results import read_run
 from lipcert.settings import FACTS, add_method
 
@@ -43,17 +40,12 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(tmp_path):
     """A folder with what the pages take for granted: weights, artifacts, images to train on and to certify."""
-    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     save_file(timm.create_model("vit_tiny_patch16_224", **ARGUMENTS).state_dict(), "weights.safetensors")
-    random = np.random.default_rng(0)
     for name in ("train", "val"):
-        for i in range(12):
-            path = tmp_path / name / "abc"[i % 3] / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(path)
+        write_images(name, 12, 32)
     return tmp_path
 
 
@@ -77,7 +69,7 @@ def test_the_readme_runs(workplace) -> None:
 def test_the_readme_shows_the_rows_that_are_printed(workplace) -> None:
     shown = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)[1]
     names = [re.split(r"  +", line)[0] for line in shown.splitlines() if "  " in line]
-    printed = CliRunner().invoke(app, ["certify", "--eps", "36/255", "--limit", "1"]).stdout
+    printed = run("certify", "--eps", "36/255", "--limit", "1").stdout
     assert [line.partition("\t")[0] for line in printed.splitlines()] == [n for n in names if n != "not certified"]
 
 
@@ -120,8 +112,7 @@ def reduced(words: list[str], images: int = 1) -> list[str]:
 def run_shell(line: str) -> None:
     words = shlex.split(line)
     if words[0] == "lipcert":
-        result = CliRunner().invoke(app, reduced(words[1:]))
-        assert result.exit_code == 0, f"{line}\n{result.output}"
+        run(*reduced(words[1:]))
     elif words[:2] == ["pip", "install"]:
         tomllib = pytest.importorskip("tomllib")  # from Python 3.11
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -171,9 +162,8 @@ def test_the_workflow_certifies_and_writes_a_badge(workplace) -> None:
     (certify,) = [line for line in lines if line.startswith("lipcert")]
     words = reduced(shlex.split(certify.replace("--limit 500", "--limit 2").replace("0.5", "0"))[1:])
     for _ in range(2):
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, result.output
-    assert CliRunner().invoke(app, [word if word != "0" else "1" for word in words]).exit_code == 1
+        run(*words)
+    run(*[word if word != "0" else "1" for word in words], code=1)
     (script,) = re.findall(r"<<'END'\n(.*?)^END$", lines[-1], re.M | re.S)
     exec(compile(script, "certify.yml", "exec"), {})
     assert json.loads(Path("badge.json").read_text())["label"] == "certified at 36/255"
@@ -195,14 +185,13 @@ def test_a_certificate_of_ones_own(workplace, monkeypatch, own_methods) -> None:
     Path("halved.py").write_text(blocks(page)[0][1])
     monkeypatch.syspath_prepend(".")
     asked = ["--eps", "36/255", "--limit", "4", "--method"]
-    assert "there is no method 'halved'" in CliRunner().invoke(app, ["certify", *asked, "halved"]).stderr
+    assert "there is no method 'halved'" in run("certify", *asked, "halved", code=2).stderr
     for method in ("gloro", "halved"):
-        words = ["--import", "halved", "certify", *asked, method, "--out", f"{method}.jsonl"]
-        assert CliRunner().invoke(app, words).exit_code == 0
+        run("--import", "halved", "certify", *asked, method, "--out", f"{method}.jsonl")
     whole, half = (read_run(Path(f"{name}.jsonl")) for name in ("gloro", "halved"))
     assert half.methods == {"halved": 4}
     assert half.radii == pytest.approx(whole.radii / 2, rel=1e-6)
-    assert CliRunner().invoke(app, ["--import", "halved", "verify", "bundled", "halved.jsonl"]).exit_code == 0
+    run("--import", "halved", "verify", "bundled", "halved.jsonl")
 
 
 @pytest.mark.slow

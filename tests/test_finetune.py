@@ -8,24 +8,25 @@ import math
 import random
 from types import SimpleNamespace
 
-import numpy as np
+import commands
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import write_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import Function
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import lipcert
 from lipcert.bounds import MarginBounds, analyze
 from lipcert.certifier import Certifier
-from lipcert.cli import _finetuning, app
+from lipcert.cli import _finetuning
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
-from lipcert.inputs.data import Batch, open_images
+from lipcert.inputs.data import Batch, Images, open_images
 from lipcert.inputs.processes import Processes
 from lipcert.settings import GLOBAL, RECIPES, SCHEDULES, recipe_settings
 from lipcert.training import (
@@ -305,7 +306,6 @@ def operator_norm(conv: nn.Conv2d) -> torch.Tensor:
 @pytest.mark.parametrize("arguments", [{}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"dilation": 2}])
 def test_overlapping_convolutions_are_held_as_operators(arguments: dict) -> None:
     """Not by their flattened kernel, which is below the norm by up to the square root of the overlap."""
-    torch.manual_seed(0)
     conv = nn.Conv2d(2, 4, 3, **arguments)
     with torch.no_grad():
         conv.weight.copy_(conv.weight.abs() * 10)
@@ -443,7 +443,6 @@ def test_norms_are_held_by_patterns(loader) -> None:
 
 def test_muon_moves_matrices_alike_and_the_rest_as_adamw() -> None:
     """Queries, keys and values each on their own, though the gradient of one is far larger than the others'."""
-    torch.manual_seed(0)
     network = nn.Module()
     network.qkv = nn.Linear(6, 18)
     network.conv = nn.Conv2d(3, 4, 2)
@@ -576,12 +575,13 @@ def test_a_recipe_is_defaults(recipe: str) -> None:
 
 
 def test_recipes_by_the_network(loader) -> None:
-    plain = lipcert.load("vit_tiny_patch16_224", pretrained=False)
+    plain = lipcert.load("vit_tiny_patch16_224", pretrained=False, img_size=32, embed_dim=48, depth=4)
     assert recipe_for(plain)[0] == "noise"
     assert recipe_for(vit())[0] == "vit"
-    assert recipe_for(lipcert.load("liresnet_l6w64", pretrained=False, num_classes=10))[0] == "liresnet"
+    residual = lipcert.load("liresnet_l6w64", pretrained=False, width=8, depth=1)
+    assert recipe_for(residual)[0] == "liresnet"
     assert recipe_for(lipcert.load("lip_convnet_4c3f", pretrained=False))[0] == "cnn"
-    chosen = settings_for(lipcert.load("liresnet_l6w64", pretrained=False), "vit", {})
+    chosen = settings_for(residual, "vit", {})
     assert chosen.max_norm == {"*": 1.0}  # the other patterns match none of its layers
     with pytest.raises(InputError, match="there is no recipe 'vitt'; did you mean vit?"):
         lipcert.finetune(vit(), loader, recipe="vitt")
@@ -639,7 +639,6 @@ def test_only_takes_modules_and_names_the_nearest() -> None:
 
 def test_validation_ranks_by_accuracy_while_nothing_is_certified(tmp_path) -> None:
     """Of two epochs without certified images, the more accurate one counts."""
-    torch.manual_seed(0)
     first, second = (lipcert.load("liresnet_l6w64", pretrained=False, num_classes=10, width=8) for _ in range(2))
     images = torch.rand(16, *first.input_size)
     with torch.no_grad():
@@ -873,13 +872,6 @@ def test_bad_input(arguments, batch, message: str) -> None:
     assert same(model, before)
 
 
-class Arctangent(nn.Module):
-    """An operation without a rule."""
-
-    def forward(self, x):
-        return torch.atan(x)
-
-
 def test_loaders_that_run_dry_and_models_that_cannot_be_trained(loader) -> None:
     with pytest.raises(InputError, match="no images in epoch 1"):
         lipcert.finetune(vit(), [], epochs=1)
@@ -894,7 +886,7 @@ def test_loaders_that_run_dry_and_models_that_cannot_be_trained(loader) -> None:
         broken.net.head.weight[0, 0] = math.nan
     with pytest.raises(InputError, match="head.weight holds NaN"):
         lipcert.finetune(broken, loader[:1])
-    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 10), Arctangent())
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 10), Function(torch.atan))
     with pytest.raises(UnsupportedOperation):
         lipcert.finetune(lipcert.load(net, mean=(0,) * 3, std=(1,) * 3, input_size=(3, 8, 8)), loader[:1], loss="emma")
 
@@ -912,31 +904,15 @@ def test_a_bound_that_is_too_large_for_a_loss_is_said(loader) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """An empty working folder with twelve images of ten classes in the folder images."""
-    monkeypatch.chdir(tmp_path)
-    generator = np.random.default_rng(0)
-    for i in range(12):
-        path = tmp_path / "images" / str(i % 10) / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+def folder(tmp_path):
+    """The working folder, with twelve images of ten classes in the folder images."""
+    write_images("images", 12, 8, "0123456789")
     lipcert.save(vit(), tmp_path / "small.lipcert.safetensors")
     return tmp_path
 
 
-def run(*arguments, code: int = 0, **settings):
-    result = CliRunner().invoke(app, ["finetune", *(str(argument) for argument in arguments)], obj=settings)
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
-
-
-def refused(*arguments, code: int = 2, **settings) -> str:
-    result = run(*arguments, code=code, **settings)
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("lipcert: ")
-    return result.stderr
+run = functools.partial(commands.run, "finetune")
+refused = functools.partial(commands.refused, "finetune", besides=())
 
 
 SHORT = ("--data", "images", "--eps", "36/255", "--epochs", 2, "--batch-size", 5, "--device", "cpu")
@@ -1031,9 +1007,15 @@ def test_what_the_command_refuses(folder) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["flat", "images", "notes.txt", small]
 
 
-def test_a_shift_moves_and_flips_and_brings_in_black(folder) -> None:
+@pytest.fixture
+def pictures(folder) -> tuple[lipcert.Model, Images]:
+    """The model of the folder, and its images."""
     model = load_artifact("small.lipcert.safetensors")
-    images = open_images("images", model)
+    return model, open_images("images", model)
+
+
+def test_a_shift_moves_and_flips_and_brings_in_black(pictures) -> None:
+    model, images = pictures
     torch.manual_seed(0)
     plain = next(iter(Batches(images, model, 12, augment=False)))
     torch.manual_seed(0)
@@ -1048,9 +1030,8 @@ def test_a_shift_moves_and_flips_and_brings_in_black(folder) -> None:
     assert not torch.equal(plain[0], moved[0])
 
 
-def test_flips_alone_move_nothing(folder) -> None:
-    model = load_artifact("small.lipcert.safetensors")
-    images = open_images("images", model)
+def test_flips_alone_move_nothing(pictures) -> None:
+    model, images = pictures
     torch.manual_seed(0)
     plain = next(iter(Batches(images, model, 12, augment=False)))[0]
     torch.manual_seed(0)
@@ -1080,9 +1061,8 @@ def test_a_second_data_set_is_mixed_into_every_batch(folder) -> None:
     assert "above 0 and below 1" in refused("small.lipcert.safetensors", *SHORT, mix="made", mix_ratio=1)
 
 
-def test_cutout_and_randaugment_are_timms(folder) -> None:
-    model = load_artifact("small.lipcert.safetensors")
-    images = open_images("images", model)
+def test_cutout_and_randaugment_are_timms(pictures) -> None:
+    model, images = pictures
     (pixels, _), *_ = Batches(images, model, 12, Augmentation("none", cutout=1.0))
     assert all((image == 0).flatten(1).sum(1).min() > 0 for image in pixels)
     (pixels, _), *_ = Batches(images, model, 12, Augmentation("shift", randaugment="rand-m9-n2"))
@@ -1092,9 +1072,8 @@ def test_cutout_and_randaugment_are_timms(folder) -> None:
             Augmentation(**wrong)
 
 
-def test_batches_are_shuffled_augmented_and_in_range(folder, monkeypatch) -> None:
-    model = load_artifact("small.lipcert.safetensors")
-    images = open_images("images", model)
+def test_batches_are_shuffled_augmented_and_in_range(pictures, monkeypatch) -> None:
+    model, images = pictures
     plain = {tuple(image.flatten().tolist()): label for image, label in (images[i] for i in range(12))}
     counted: list[int] = []
     loader = Batches(images, model, 5, augment=False, seen=counted.append)

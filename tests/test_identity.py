@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from PIL import Image
 from torch import nn
-from typer.testing import CliRunner
 
 import lipcert
 from lipcert.certifier import Certifier
-from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.graph import identity_of_code
 from lipcert.inputs.data import open_images
@@ -138,12 +137,6 @@ def test_logits_that_differ_by_rounding_belong_to_the_same_run(pictures):
 # Rows of a smoothed classifier are confirmed by the draws that are counted again, never by those that are claimed.
 
 NOISE = ("--sigma", "0.16", "--eps", "0.51", "--samples", "10000", "--all-samples")
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 @pytest.fixture

@@ -5,21 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import run
 
 from benchmarks import make_leaderboard
 from benchmarks.make_measurements import shown
-from lipcert.cli import app
 from lipcert.results import _reading
 
 AGAIN = "run python -m benchmarks.make_leaderboard"
 SCHEMA = json.loads((make_leaderboard.FILES / "schema.json").read_text())
-
-
-def run(*arguments, code: int = 0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_page_and_pictures_are_what_the_files_say() -> None:
@@ -91,11 +84,10 @@ def test_what_the_schema_does_not_allow_is_named(change, words) -> None:
     assert words in problem
 
 
-def test_an_entry_is_written_by_verify_and_completed_by_hand(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_entry_is_written_by_verify_and_completed_by_hand() -> None:
     run("certify", "--eps", "36/255,0.3", "--limit", "3", "--method", "gloro", "--out", "r.jsonl", "-q")
-    entry = tmp_path / "leaderboard" / "cifar-10" / "mine.json"
-    run("verify", "bundled", "r.jsonl", "--entry", "leaderboard/cifar-10/mine.json")
+    entry = Path("leaderboard/cifar-10/mine.json")
+    run("verify", "bundled", "r.jsonl", "--entry", entry)
     found = json.loads(entry.read_text())
     results = _reading.read_run(Path("r.jsonl"))
     assert found["certified"] == {
@@ -110,21 +102,19 @@ def test_an_entry_is_written_by_verify_and_completed_by_hand(tmp_path, monkeypat
     assert [*make_leaderboard.problems(found, SCHEMA)] == []
     found["certificate"]["kind"] = "global"
     entry.write_text(json.dumps(found))
-    run("verify", "bundled", "r.jsonl", "--entry", "leaderboard/cifar-10/mine.json")
+    run("verify", "bundled", "r.jsonl", "--entry", entry)
     again = json.loads(entry.read_text())
     assert again["clean"] == round(100 * results.correct / 3, 2)
     assert (again["network"], again["certificate"]["kind"]) == ("mine", "global")
 
 
-def test_an_entry_states_every_eps_that_the_run_was_asked_for(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_entry_states_every_eps_that_the_run_was_asked_for() -> None:
     run("certify", "--eps", "1e-7,1e-6", "--limit", "2", "--method", "staged", "--out", "r.jsonl", "-q")
     run("verify", "bundled", "r.jsonl", "--entry", "mine.json")
     assert json.loads(Path("mine.json").read_text())["certified"].keys() == {"1e-7", "1e-6"}
 
 
-def test_an_entry_that_cannot_be_written_is_refused_before_rows_are_recomputed(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_entry_that_cannot_be_written_is_refused_before_rows_are_recomputed() -> None:
     run("certify", "--eps", "36/255", "--limit", "2", "--method", "gloro", "--out", "r.jsonl", "-q")
     assert "takes a JSON file" in run("verify", "bundled", "r.jsonl", "--entry", "mine", code=2).stderr
     Path("bad.json").write_text("[")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import timm
 import torch
@@ -30,14 +27,8 @@ SMALL = {
 }
 
 
-def test_importing_lipcert_imports_neither_torch_nor_timm() -> None:
-    code = "import sys, lipcert\nassert not {'torch', 'timm'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_every_family_is_built_bounded_and_saved(name: str, tmp_path) -> None:
-    torch.manual_seed(0)
     model = lipcert.load(name, pretrained=False, num_classes=5, **SMALL[name])
     assert lipcert.lipschitz(model).finite
     image = torch.rand(1, *model.input_size)
@@ -84,7 +75,6 @@ def test_sizes_of_plain_networks_are_those_of_certvit(name, arguments, parameter
 @pytest.mark.parametrize("activation", ["clipped-relu", "clipped-maxmin"])
 def test_thresholds_of_each_unit_are_certified_truthfully(activation: str) -> None:
     """Radii by boxes and by the global bound, in float32 too, and steepest steps within them."""
-    torch.manual_seed(0)
     net = LipConvNet(((4, 3, 1, 1), (4, 4, 2, 1)), (8,), activation, num_classes=3, img_size=8)
     clips = [m for m in net.modules() if isinstance(m, (ClippedReLU, ClippedMaxMin))]
     for module in clips:
@@ -112,7 +102,6 @@ def test_unknown_thresholds_are_refused() -> None:
 
 def test_residual_blocks_are_bounded_as_one_operator() -> None:
     """log ∏‖I + βW/√L‖ by the matrices of the convolutions, which is far below ∏(1 + ‖βW‖/√L)."""
-    torch.manual_seed(0)
     model = lipcert.load(
         "liresnet_l6w64", pretrained=False, img_size=8, width=4, depth=3, neck=4, num_features=8
     ).double()
@@ -130,7 +119,6 @@ def test_residual_blocks_are_bounded_as_one_operator() -> None:
 
 @pytest.mark.parametrize("block", ["residual", "conv"])
 def test_other_blocks_are_built_and_bounded(block: str) -> None:
-    torch.manual_seed(0)
     sizes = {"img_size": 8, "width": 4, "depth": 2, "neck": 4, "num_features": 8}
     model = lipcert.load("liresnet_l6w64", pretrained=False, block=block, **sizes)
     if block == "residual":
@@ -146,7 +134,6 @@ def test_other_blocks_are_built_and_bounded(block: str) -> None:
 
 def test_a_deep_chain_of_convolutions_starts_as_an_isometry() -> None:
     """Without it EMMA makes all logits equal within an epoch."""
-    torch.manual_seed(0)
     sizes = {"img_size": 8, "width": 4, "depth": 12, "neck": 4, "num_features": 8}
     blocks = lipcert.load("liresnet_l6w64", pretrained=False, block="conv", **sizes).net.blocks.double()
     for module in blocks[::2]:
@@ -208,7 +195,6 @@ def test_maxmin_with_a_gradient_is_maxmin() -> None:
 
 def test_every_layer_of_lipnext_is_an_isometry_or_1_lipschitz() -> None:
     """The bound from the patches to the pooled features, and the ratio of their changes by gradient ascent."""
-    torch.manual_seed(0)
     model = lipcert.load("lipnext_l8w128", pretrained=False, depth=3, width=16, img_size=8).double()
     patches = torch.rand(1, 3, 8, 8, dtype=torch.float64) * 2 - 1
     analysis = analyze(model)
@@ -229,7 +215,6 @@ def test_every_layer_of_lipnext_is_an_isometry_or_1_lipschitz() -> None:
 
 
 def test_training_keeps_orthogonal_matrices_on_their_manifold() -> None:
-    torch.manual_seed(0)
     model = lipcert.load("lipnext_l8w128", pretrained=False, depth=1, width=16, img_size=8, num_classes=3)
     before = [module.weight.clone() for module in model.modules() if isinstance(module, Orthogonal)]
     batches = [(torch.rand(8, 3, 8, 8), torch.arange(8) % 3)] * 5

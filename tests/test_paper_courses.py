@@ -1,8 +1,7 @@
 """Figures of the papers over the epochs of a training."""
 
-import numpy as np
 import pytest
-from PIL import Image
+from commands import write_images
 
 import lipcert
 from benchmarks.papers import courses
@@ -13,12 +12,8 @@ from benchmarks.papers.tables import find
 @pytest.fixture
 def given(tmp_path, monkeypatch):
     """Ten classes of noise, 32×32, and a training of two epochs."""
-    for number in range(20):
-        for split in ("train", "test"):
-            folder = tmp_path / "data" / split / f"class {number % 10}"
-            folder.mkdir(parents=True, exist_ok=True)
-            pixels = np.random.default_rng(number).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f"{number}.png")
+    for split in ("train", "test"):
+        write_images(tmp_path / "data" / split, 20, 32, "0123456789")
     for name, value in {"_IMAGES": 20, "_BATCH": 10, "_EPOCHS": 2, "_LOOKED": 4}.items():
         monkeypatch.setattr(courses, name, value)
     return Given(True, str(tmp_path / "data"), tmp_path)

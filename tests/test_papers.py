@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from click import Context
+from commands import write_images
 from PIL import Image
 from typer.main import get_command
 
@@ -122,11 +123,7 @@ SMALL = Scale(8, {"gloro": 4, "local": 2}, 2, 4, 1, 4, optimizers={"": "adamw --
 def images(tmp_path):
     """Four classes of images of 8×8, in folders."""
     for split in ("train", "test"):
-        for number in range(8):
-            folder = tmp_path / "data" / split / f"class {number % 4}"
-            folder.mkdir(parents=True, exist_ok=True)
-            pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f"{number}.png")
+        write_images(tmp_path / "data" / split, 8, 8, "abcd")
     return {"cifar10": str(tmp_path / "data")}
 
 
@@ -349,7 +346,6 @@ def test_committed_figures_keep_their_order():
 
 def test_the_papers_lip_is_below_the_bound_and_said_to_be_none():
     """By hand for one block of L2 attention; other networks have none."""
-    torch.manual_seed(0)
     model = lipcert.load("certvit_mnist", pretrained=False, depth=1, embed_dim=16)
     assert trained.printed_lip(model) == {}
     lipcert.convert(model, attention="l2", norm="smooth")

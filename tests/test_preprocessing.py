@@ -1,15 +1,13 @@
 """Preprocessing: said in one line, kept in the summary, changed by options, and no surprise to whoever reads ε."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from commands import read_summary, run
 from PIL import Image
-from typer.testing import CliRunner
 
 import lipcert
-from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.data import open_images
 from lipcert.inputs.preprocessing import Preprocessing, in_words, preprocessing, remarks
@@ -30,12 +28,6 @@ def images(tmp_path, monkeypatch):
     for i in range(4):
         pixels = (255 * torch.rand(12, 16, 3, generator=generator)).byte().numpy()
         Image.fromarray(pixels).save(f"images/{i}.png")
-
-
-def run(*arguments, code=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_words():
@@ -83,7 +75,7 @@ def test_the_summary_the_report_and_the_card_say_it(images):
     assert f"images: 12×16 → {words}\n" in told
     assert "note: the images are enlarged: ε and radii are measured on the resized images" in told
     assert "note: centre crop discards" in told
-    known = json.loads(Path("r.summary.json").read_text())["preprocessing"]
+    known = read_summary()["preprocessing"]
     assert (known["mean"], known["std"]) == ([0.25] * 3, [0.5] * 3)
     assert (known["crop_pct"], known["interpolation"], known["input_size"]) == (0.5, "bicubic", [3, 8, 8])
     assert "4 of 4" in run("verify", "bundled", "r.jsonl").stdout  # the same preprocessing is taken from the summary

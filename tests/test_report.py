@@ -10,18 +10,19 @@ import shlex
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 import torch
+from commands import read_rows, read_summary
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 import lipcert
-from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.data import order_of
@@ -72,9 +73,8 @@ ATTACKED = [
 
 
 @pytest.fixture
-def results(tmp_path, monkeypatch):
-    """Writes result files into an empty working folder, and reads them."""
-    monkeypatch.chdir(tmp_path)
+def results(tmp_path):
+    """Writes result files into the working folder."""
 
     def make(rows=ROWS, name="r", tail="", **changes):
         path = tmp_path / f"{name}.jsonl"
@@ -91,20 +91,8 @@ def results(tmp_path, monkeypatch):
     return make
 
 
-def run(*arguments, code: int = 0):
-    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
-
-
-def refused(*arguments) -> str:
-    """Runs what must fail; returns the one line, which is all that is printed."""
-    result = run(*arguments, code=2)
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("lipcert: ")
-    return result.stderr
+run = partial(commands.run, "report")
+refused = partial(commands.refused, "report", besides=())
 
 
 def test_counts_are_strict(results):
@@ -557,14 +545,13 @@ def test_machine_output_holds_numbers(results):
     assert [(line["results"], line["unbroken_images"]) for line in both] == [("r", "3"), ("other", "")]
 
 
-def test_json_and_summary_say_what_the_table_says(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_json_and_summary_say_what_the_table_says():
     command = ["certify", "digits-vit", "--method", "gloro", "--eps", "36/255,0.5", "--limit", "3", "--out", "r.jsonl"]
     started = time.monotonic()
-    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    found = json.loads(commands.run(*command, "--json").stdout)
     elapsed = time.monotonic() - started
-    rows = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
-    summary = json.loads(Path("r.summary.json").read_text())
+    rows = read_rows()
+    summary = read_summary()
     assert {found["rigor"]} == {summary["rigor"]} == {one["rigor"] for one in rows} == {"deterministic"}
     assert found["rigor_asked"] == "probabilistic"
     assert found["facts"] == json.loads(run("r.jsonl", "--json").stdout)[0] | {"seconds": found["seconds"]}
@@ -654,22 +641,20 @@ def test_write_returns_what_it_wrote(results, tmp_path):
         write(runs, csv=table)
 
 
-def test_radii_inside_the_network_are_not_called_radii_of_pixels(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_radii_inside_the_network_are_not_called_radii_of_pixels():
     arguments = ["digits-vit", "--eps", "36/255", "--limit", "2", "--method", "anchored"]
-    printed = CliRunner().invoke(app, ["certify", *arguments, "--at", "blocks.1", "--out", "r.jsonl"])
+    printed = commands.run("certify", *arguments, "--at", "blocks.1", "--out", "r.jsonl")
     assert "perturbations of the output of blocks.1, not of the pixels" in printed.stdout
-    (run,) = read_runs(["r.jsonl"])
-    assert "ℓ2 perturbation of the output of blocks.1 up to ε" in _build.sentence(run, run.every_eps)
-    assert [text for text in promises([run]) if "Distances are measured on pixels" in text] == []
+    (one,) = read_runs(["r.jsonl"])
+    assert "ℓ2 perturbation of the output of blocks.1 up to ε" in _build.sentence(one, one.every_eps)
+    assert [text for text in promises([one]) if "Distances are measured on pixels" in text] == []
     drawn = []
-    _figures._draw_curve([run], 0.01, 1.0, False, drawn)
+    _figures._draw_curve([one], 0.01, 1.0, False, drawn)
     assert drawn[0].get_xlabel() == "ε, ℓ2 on the output of blocks.1"
-    advised = CliRunner().invoke(app, ["report", "r.jsonl"]).stdout
+    advised = run("r.jsonl").stdout
     assert shlex.split(advised.splitlines()[-1])[1:] == ["lipcert", "report", "r.jsonl", "--html", "report.html"]
-    refused = CliRunner().invoke(app, ["report", "r.jsonl", "--card", "card.md"])
-    assert (refused.exit_code, Path("card.md").exists()) == (2, False)
-    assert "a card is about perturbations of the pixels" in refused.stderr
+    assert "a card is about perturbations of the pixels" in run("r.jsonl", "--card", "card.md", code=2).stderr
+    assert not Path("card.md").exists()
 
 
 def test_a_part_of_a_run_is_called_so(results):

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import refused, run
 
 import lipcert
 from lipcert.attacks import PGD
 from lipcert.certifier import Certifier
 from lipcert.certvit import ConstrainSettings
-from lipcert.cli import app
 from lipcert.cli._commands import COMMANDS
 from lipcert.cli._options import options_of
 from lipcert.errors import InputError
@@ -99,7 +98,7 @@ def test_a_misspelt_argument_is_named():
 
 
 def test_every_field_is_in_the_command_the_library_and_the_summary():
-    help_text = CliRunner().invoke(app, ["certify", "--help"]).output
+    help_text = run("certify", "--help").output
     model = lipcert.load(None)
     certifier = Certifier(model, CertifySettings("36/255", "gloro", attack=PGD(steps=3)))
     summary = describe(model, open_images(None, model), certifier)
@@ -140,7 +139,7 @@ def test_a_field_with_a_help_text_becomes_an_option():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_is_one_page(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    lines = CliRunner().invoke(app, [command, "--help"]).output.splitlines()
+    lines = run(command, "--help").output.splitlines()
     assert len(lines) <= 100
     most = 33 if command == "certify" else 30
     assert sum(bool(re.match(r"  (-\w, )?--?\w", line)) for line in lines) <= most
@@ -148,8 +147,7 @@ def test_the_help_of_a_command_is_one_page(command, monkeypatch):
 
 @pytest.mark.parametrize("loss", ["fixed", "lmt", "local-b", "local-g"])
 def test_losses_of_papers_are_for_python_alone(loss):
-    refused = CliRunner().invoke(app, ["finetune", "bundled", "--data", "x", "--loss", loss])
-    assert (refused.exit_code, "for calls from Python alone" in refused.stderr) == (2, True)
+    assert "for calls from Python alone" in refused("finetune", "bundled", "--data", "x", "--loss", loss)
     assert FinetuneSettings(loss).loss == loss
 
 
@@ -160,10 +158,8 @@ def test_settings_of_constrain_check_themselves():
     for wrong in ({"error": 1}, {"measure": "none"}, other, {"engine": "x"}, {"workers": -1}):
         with pytest.raises(InputError):
             settings_of(ConstrainSettings, **wrong)
-    options = CliRunner().invoke(app, ["constrain", "--help"]).output
+    options = run("constrain", "--help").output
     for one in dataclasses.fields(ConstrainSettings):
         assert one.name in inspect.signature(lipcert.constrain).parameters
         is_option = "help" in one.metadata and not one.metadata["python"]
         assert (f"--{one.name.replace('_', '-')} " in options) is is_option
-    refused = CliRunner().invoke(app, ["constrain", "--error", "2"])
-    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)

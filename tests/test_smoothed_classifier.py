@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import read_rows, read_summary, run
 from PIL import Image
 from scipy import stats
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import lipcert
-from lipcert.cli import app
 from lipcert.errors import InputError
 from lipcert.results import read_run
 
@@ -50,11 +49,6 @@ def of_shares(*shares: float) -> Tensor:
 def small() -> lipcert.Model:
     torch.manual_seed(0)
     return lipcert.load("test_resnet", pretrained=False, num_classes=4, input_size=(3, 16, 16))
-
-
-def command(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [*words])
-    return result.exit_code, result.stdout, result.stderr
 
 
 def test_predictions_abstain_where_two_classes_are_nearly_as_frequent() -> None:
@@ -126,7 +120,7 @@ def test_a_denoiser_is_given_again_to_a_file_that_holds_the_noise(tmp_path: Path
     lipcert.save(lipcert.SmoothedClassifier(small(), 0.3), tmp_path / "smoothed.safetensors")
     Image.new("RGB", (16, 16)).save(tmp_path / "black.png")
     words = (str(tmp_path / "smoothed.safetensors"), str(tmp_path / "black.png"), "--denoiser", "dct")
-    assert command("predict", *words)[0] == 0
+    run("predict", *words)
 
 
 @pytest.mark.parametrize("denoiser", [None, "natural"])
@@ -171,31 +165,26 @@ def test_settings_that_cannot_be_used() -> None:
         lipcert.SmoothedClassifier(threshold(), SIGMA, "naturel")
 
 
-def test_the_commands_take_a_file_without_a_sigma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_take_a_file_without_a_sigma(tmp_path: Path) -> None:
     from torchvision.utils import save_image
 
-    monkeypatch.chdir(tmp_path)
     lipcert.save(lipcert.SmoothedClassifier(lipcert.load("digits-vit"), 0.2), "smoothed.safetensors")
     (tmp_path / "images").mkdir()
     for i in range(2):
         save_image(torch.rand(1, 28, 28, generator=torch.Generator().manual_seed(i)), tmp_path / f"images/{i}.png")
-    code, printed, said = command("predict", "smoothed.safetensors", "images", "--json")
-    assert code == 0, said
-    rows = json.loads(printed)
+    rows = json.loads(run("predict", "smoothed.safetensors", "images", "--json").stdout)
     assert [Path(row["file"]).name for row in rows] == ["0.png", "1.png"]
     assert all((row["class"] is None) is (row["radius"] == 0) for row in rows)
     assert all(0 <= row["share"] <= 1 for row in rows)
-    code, printed, said = command("predict", "smoothed.safetensors", "images/0.png", "--samples", "100")
-    assert code == 0, said
-    assert re.search(r"0\.png\s+(\d|abstains)", printed)
-    assert "σ = 0.2" in said
-    code, printed, said = command("certify", "smoothed.safetensors", "--eps", "0.1", "--limit", "3", "--json")
-    assert code == 0, said
-    assert json.loads(printed)["sigma"] == 0.2
-    assert "smoothed classifier, σ = 0.2" in said
-    assert command("certify", "smoothed.safetensors", "--eps", "0.1", "--limit", "3", "--method", "smoothing")[0] == 0
-    code, _, said = command("predict", "digits-vit", "images")
-    assert (code, "give the noise with --sigma" in said) == (2, True)
+    done = run("predict", "smoothed.safetensors", "images/0.png", "--samples", "100")
+    assert re.search(r"0\.png\s+(\d|abstains)", done.stdout)
+    assert "σ = 0.2" in done.stderr
+    certify = ("certify", "smoothed.safetensors", "--eps", "0.1", "--limit", "3")
+    done = run(*certify, "--json")
+    assert json.loads(done.stdout)["sigma"] == 0.2
+    assert "smoothed classifier, σ = 0.2" in done.stderr
+    run(*certify, "--method", "smoothing")
+    assert "give the noise with --sigma" in run("predict", "digits-vit", "images", code=2).stderr
 
 
 def test_an_image_on_which_it_abstains_is_not_correct(tmp_path: Path) -> None:
@@ -205,17 +194,16 @@ def test_an_image_on_which_it_abstains_is_not_correct(tmp_path: Path) -> None:
     assert found.abstained.all()
     assert (found.predicted == 1).any()
     assert not any(row["correct"] for row in found)
-    run = read_run(found.save(tmp_path / "r.jsonl"))
-    assert run.accuracy == 0
-    run.refuse_false_rows()
+    saved = read_run(found.save(tmp_path / "r.jsonl"))
+    assert saved.accuracy == 0
+    saved.refuse_false_rows()
 
 
-def test_the_card_of_a_smoothed_network_loads_and_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_card_of_a_smoothed_network_loads_and_uses_it(tmp_path: Path) -> None:
     lipcert.save(lipcert.load("digits-vit"), "net.safetensors")
     words = ("--method", "smoothing", "--sigma", "0.2", "--eps", "0.1", "--limit", "4", "--samples", "100")
-    assert command("certify", "net.safetensors", *words, "--out", "r.jsonl")[0] == 0
-    assert command("report", "r.jsonl", "--card", "card.md")[0] == 0
+    run("certify", "net.safetensors", *words, "--out", "r.jsonl")
+    run("report", "r.jsonl", "--card", "card.md")
     card = (tmp_path / "card.md").read_text()
     code = re.search(r"## Use it\n\n((?:    .*\n| *\n)+)", card)
     assert code is not None
@@ -225,19 +213,15 @@ def test_the_card_of_a_smoothed_network_loads_and_uses_it(tmp_path: Path, monkey
     assert (tmp_path / "smoothed.safetensors").exists()
 
 
-def test_images_on_which_sigma_was_chosen_stay_out_of_every_later_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = ("certify", "bundled", "--method", "smoothing", "--sigma", "auto", "--eps", "0.25", "--samples", "200")
+def test_images_on_which_sigma_was_chosen_stay_out_of_every_later_run() -> None:
+    certify = ("certify", "bundled", "--method", "smoothing", "--sigma", "auto", "--eps", "0.25", "--samples", "200")
     chosen_on: set[int] = set()
     for limit, expected in ((6, 6), (30, 30), (120, None)):
-        code, _, said = command(*run, "--limit", str(limit), "--out", "r.jsonl")
-        assert code == 0, said
-        summary = json.loads((tmp_path / "r.summary.json").read_text())
+        run(*certify, "--limit", limit, "--out", "r.jsonl")
+        summary = read_summary()
         chosen_on = chosen_on or {*summary["sigma_choice"]["indices"]}
         assert {*summary["sigma_choice"]["indices"]} == chosen_on
-        indices = {row["index"] for row in read_run(tmp_path / "r.jsonl").rows}
+        indices = {row["index"] for row in read_rows()}
         assert not indices & chosen_on
         assert len(indices) == (expected or 120 - len(chosen_on))
-    assert command("verify", "bundled", "r.jsonl")[0] == 0
+    run("verify", "bundled", "r.jsonl")
