@@ -1,7 +1,9 @@
 """Artifacts: what is saved comes back bit by bit, and what was damaged is refused in one line."""
 
 import copy
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -167,15 +169,6 @@ def test_a_changed_byte_is_never_taken(saved, tmp_path_factory, data):
     assert (model.source, model.recipe, model.input_size) == (original.source, original.recipe, original.input_size)
 
 
-@settings(max_examples=20)
-@given(share=st.floats(0, 1, exclude_max=True))
-def test_a_truncated_file_is_refused(saved, tmp_path_factory, share):
-    content = saved.read_bytes()
-    path = tmp_path_factory.mktemp("truncated") / "a.safetensors"
-    path.write_bytes(content[: int(share * len(content))])
-    refused(path, "damaged")
-
-
 def test_foreign_files_are_refused(tmp_path):
     refused(tmp_path / "none.safetensors", "there is no file")
     refused(tmp_path, "there is no file")
@@ -195,9 +188,6 @@ def test_edited_metadata_are_refused(saved, tmp_path):
     refused(edit(lambda content, _: {**content, "mean": [0.0, 0.0, 0.0]}), "changed")
     refused(edit(lambda content, _: {**content, "facts": {"log10_bound": -9.0}}), "changed")
     refused(edit(lambda content, _: checked({**content, "format": FORMAT + 1})), "newer lipcert")
-    refused(edit(lambda *_: "not json"), "damaged")
-    refused(edit(lambda *_: "[]"), "damaged")
-    refused(edit(lambda *_: json.dumps({"format": "1"})), "damaged")
     for field in ("source", "recipe", "weights_hash", "mean"):
         without = lambda content, _: checked({k: v for k, v in content.items() if k != field})  # noqa: B023, E731
         refused(edit(without), "damaged")
@@ -216,26 +206,6 @@ def test_edited_weights_are_refused(saved, tmp_path):
     refused(rewrite(saved, tmp_path / "a.safetensors", change_weight), "weights are not those")
     refused(rewrite(saved, tmp_path / "b.safetensors", drop), "does not fit")
     refused(rewrite(saved, tmp_path / "c.safetensors", reshape), "does not fit")
-
-
-def test_what_timm_would_read_or_run_is_refused(saved, tmp_path):
-    def with_source(**source):
-        change = lambda content, _: checked({**content, "source": {**content["source"], **source}})  # noqa: E731
-        return rewrite(saved, tmp_path / "a.safetensors", change)
-
-    for argument in ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained", "cache_dir"):
-        refused(with_source(arguments={**TINY, argument: "evil.pth"}), "damaged")
-    refused(with_source(name="hf-hub:someone/evil"), "hf-hub:someone/evil")
-    refused(with_source(name="no_such_model"), "no_such_model")
-    refused(with_source(name=None), "None")
-
-
-@pytest.mark.parametrize(
-    "recipe", [["text"], [{}], [{"step": "convert"}], [{"step": "convert", "attention": "x", "norm": "keep"}]]
-)
-def test_a_recipe_that_means_nothing_is_refused(saved, tmp_path, recipe):
-    changed = rewrite(saved, tmp_path / "a.safetensors", lambda content, _: checked({**content, "recipe": recipe}))
-    refused(changed, "does not fit")
 
 
 def test_infinite_weights_are_refused(tmp_path):
@@ -274,15 +244,16 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path):
     cannot_save(tiny(), tmp_path / "a.safetensors", "JSON", facts={"bound": float("inf")})
 
 
-def test_a_failed_write_keeps_the_old_file(saved, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("module", "function"), [(safetensors.torch, "save_file"), (os, "replace")])
+def test_a_failed_write_keeps_the_old_file(saved, tmp_path, monkeypatch, module, function):
     path = tmp_path / "a.safetensors"
     path.write_bytes(saved.read_bytes())
 
     def full_disk(*_, **__):
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
-    with pytest.raises(InputError, match="no space left"):
+    monkeypatch.setattr(module, function, full_disk)
+    with pytest.raises(InputError, match="No space left"):
         save(tiny(), path)
     assert path.read_bytes() == saved.read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]

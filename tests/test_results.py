@@ -377,24 +377,11 @@ def test_the_larger_limit_of_two_starts_stays(tmp_path):
         assert json.loads((tmp_path / "r.summary.json").read_text())["limit"] == stated
 
 
-@pytest.mark.parametrize("summary", [None, "", "not json", "[]", "3"])
-def test_rows_without_their_summary_are_left_alone(tmp_path, summary):
+def test_rows_without_their_summary_are_left_alone(tmp_path):
     path = written(tmp_path / "r.jsonl", range(2))
     before = path.read_bytes()
     (tmp_path / "r.summary.json").unlink()
-    if summary is not None:
-        (tmp_path / "r.summary.json").write_text(summary)
-    with pytest.raises(InputError, match="another --out" if summary is None else "another file"):
-        ResultFile(path, RUN)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("line", ["not json", "3", "[]", '{"index": 1}', json.dumps(row(0)), '{"index": [], "x": 1}'])
-def test_damaged_rows_are_left_alone(tmp_path, line):
-    path = written(tmp_path / "r.jsonl", range(2))
-    path.write_text(path.read_text() + line + "\n")
-    before = path.read_bytes()
-    with pytest.raises(InputError, match=r"r\.jsonl"):
+    with pytest.raises(InputError, match="another --out"):
         ResultFile(path, RUN)
     assert path.read_bytes() == before
 

@@ -57,6 +57,8 @@ WRAPPED = {
     "transformers": lambda net: prefixed(net, "timm_model."),
     "parallel": lambda net: prefixed(net, "module."),
     "parallel and compiled": lambda net: prefixed(net, "module._orig_mod."),
+    "compiled and parallel": lambda net: prefixed(net, "_orig_mod.module."),
+    **{key: lambda net, key=key: {key: net.state_dict()} for key in ("model", "ema", "state_dict_ema", "model_ema")},
     "swa": lambda net: {"n_averaged": torch.tensor(3), **prefixed(net, "module.")},
     "backbone": lambda net: prefixed(net, "module.backbone."),
     "transformer engine": lambda net: {**net.state_dict(), "fc._extra_state": torch.empty(0)},
@@ -81,8 +83,9 @@ def test_weights_are_those_of_the_file(net, tmp_path, kind):
     assert model.mean.flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
 
 
-def test_safetensors_of_transformers(net, tmp_path):
-    safetensors.torch.save_file(prefixed(net, "timm_model."), tmp_path / "w.safetensors")
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module.", "timm_model."])
+def test_safetensors_with_and_without_prefixes(net, tmp_path, prefix):
+    safetensors.torch.save_file(prefixed(net, prefix), tmp_path / "w.safetensors")
     assert same(load(NAME, checkpoint=tmp_path / "w.safetensors", **GIVEN), net)
 
 
