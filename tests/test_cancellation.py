@@ -195,7 +195,6 @@ def test_the_noise_of_values_holds_against_exact_arithmetic() -> None:
 
 
 def test_rounding_costs_an_ordinary_network_nothing() -> None:
-    torch.manual_seed(0)
     arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
     vit = lipcert.load(
         timm.create_model("vit_tiny_patch16_224", **arguments), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 8, 8)

@@ -1,6 +1,5 @@
 """The CertViT engines: exactness of projection and norms, optimality by duality, feasibility, statistics, workers."""
 
-import json
 import math
 import os
 import subprocess
@@ -401,7 +400,6 @@ def test_bad_images_are_one_line_each(odd):
 
 
 def test_images_of_one_colour():
-    torch.manual_seed(0)
     patch = nn.Conv2d(3, 16, 4, stride=4)
     colours = torch.rand(20, 3, 1, 1).expand(20, 3, 8, 8)
     moments = collect(patch, [colours], {"patch_embed.proj": patch})["patch_embed.proj"]
@@ -434,7 +432,6 @@ def test_held_out_images_show_what_too_few_images_cost():
 
 
 def test_grouped_convolutions_are_solved_group_by_group():
-    torch.manual_seed(0)
     layer = nn.Conv2d(6, 4, 3, groups=2, bias=False).double()
     images = torch.rand(5, 6, 8, 8).double()
     moments = collect(layer, [images], {"conv": layer})["conv"]
@@ -595,50 +592,3 @@ def test_workers_never_run_the_users_script(tmp_path, on_stdin):
     command = [sys.executable, "-" if on_stdin else str(script)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, **given)
     assert (done.returncode, done.stdout.split()) == (0, ["runs", "a"]), done.stderr
-
-
-RANK = """
-import json, sys, torch, torch.distributed as dist
-from torch import nn
-from lipcert.certvit import Failure, Moments, Task, solve_layers, stream
-from lipcert.errors import InputError
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-torch.manual_seed(0)
-model = nn.Linear(5, 3).double()
-images = torch.randn(12, 5, dtype=torch.float64)
-share = images[:4] if rank == 0 else images[4:]
-(moments,) = next(stream(model, share.split(2), {"fc": model})).values()
-seen = []
-errors = {"a": 0.1, "b": 0.2, "c": 2.0}
-tasks = [Task(name, model.weight, moments, {"error": e, "measures": ("spectral",)}) for name, e in errors.items()]
-outcomes = solve_layers(tasks, 0, seen.append)
-try:
-    next(stream(model, [share * (float("nan") if rank else 1.0)], {"fc": model}))
-    failed = ""
-except InputError as error:
-    failed = str(error)
-off = float((moments.second[0] - images.T @ images).abs().max())
-norms = {name: None if isinstance(o, Failure) else o["spectral"].norm_after for name, o in outcomes.items()}
-print(json.dumps({"rows": moments.rows, "off": off, "seen": seen, "norms": norms, "failed": failed}))
-"""
-
-
-def test_torch_distributed_sums_moments_and_shares_layers(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, env=environment
-        )
-        for rank in range(2)
-    ]
-    facts = [json.loads(rank.communicate()[0]) for rank in ranks]
-    assert [fact["rows"] for fact in facts] == [12, 12]
-    assert max(fact["off"] for fact in facts) < 1e-12
-    assert [fact["seen"] for fact in facts] == [["a", "c"], ["b"]]
-    assert facts[0]["norms"] == facts[1]["norms"]
-    assert list(facts[0]["norms"]) == ["a", "b", "c"]
-    assert facts[0]["norms"]["c"] is None
-    assert facts[0]["norms"]["b"] < facts[0]["norms"]["a"]
-    assert "another process" in facts[0]["failed"]
-    assert "layer fc are NaN" in facts[1]["failed"]

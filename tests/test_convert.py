@@ -96,7 +96,13 @@ def whole_model(name: str) -> Model:
     return Model(net, mean=(0.5,) * 3, std=(0.5,) * 3, input_size=net.default_cfg["input_size"])
 
 
-def check_vit(name: str, depth: int, width: int) -> None:
+def quick(cases: list[Any]) -> list[Any]:
+    """All cases; those of networks that are not tiny are slow."""
+    return [pytest.param(*case, marks=[] if "_tiny_" in case[0] else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("name", "depth", "width"), quick(CERTVIT))
+def test_vits(name: str, depth: int, width: int) -> None:
     model: Any = convert(whole_model(name), images=torch.rand(1, 3, 224, 224))
     report = model.conversion
     assert report.parameters_before - report.parameters_after == depth * (width**2 + 2 * width)
@@ -105,7 +111,8 @@ def check_vit(name: str, depth: int, width: int) -> None:
     assert all(m.lipschitz((tokens, width)).finite for m in model.modules() if isinstance(m, L2Attention))
 
 
-def check_swin(name: str, depths: tuple[int, ...], width: int) -> None:
+@pytest.mark.parametrize(("name", "depths", "width"), quick(SWINS))
+def test_swins(name: str, depths: tuple[int, ...], width: int) -> None:
     model: Any = convert(whole_model(name), images=torch.rand(1, 3, 224, 224))
     report = model.conversion
     widths = [width * 2**stage for stage, depth in enumerate(depths) for _ in range(depth)]
@@ -113,27 +120,6 @@ def check_swin(name: str, depths: tuple[int, ...], width: int) -> None:
     assert sum(isinstance(module, L2WindowAttention) for module in model.modules()) == sum(depths)
     first = next(m for m in model.modules() if isinstance(m, L2WindowAttention))
     assert first.lipschitz((49, width)).finite
-
-
-@pytest.mark.parametrize(("name", "depth", "width"), [case for case in CERTVIT if "_tiny_" in case[0]])
-def test_tiny_vits(name: str, depth: int, width: int) -> None:
-    check_vit(name, depth, width)
-
-
-def test_tiny_swin() -> None:
-    check_swin(*SWINS[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "depth", "width"), [case for case in CERTVIT if "_tiny_" not in case[0]])
-def test_other_vits(name: str, depth: int, width: int) -> None:
-    check_vit(name, depth, width)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "depths", "width"), SWINS[1:])
-def test_other_swins(name: str, depths: tuple[int, ...], width: int) -> None:
-    check_swin(name, depths, width)
 
 
 def test_linear_maps_only_leave_the_output_as_it_is() -> None:
@@ -223,7 +209,6 @@ def test_report_and_recipe() -> None:
 
 def test_attention_that_is_already_by_distance_is_reproduced() -> None:
     """Equal queries and keys of constant length make dot products a distance; full heads lose no value direction."""
-    torch.manual_seed(0)
     attention = timm.layers.Attention(4, num_heads=1, qkv_bias=True)
     with torch.no_grad():
         attention.qkv.weight[4:8] = attention.qkv.weight[:4] = torch.linalg.qr(torch.randn(4, 4))[0]
@@ -238,7 +223,6 @@ def test_attention_that_is_already_by_distance_is_reproduced() -> None:
 
 def test_calibration_helps() -> None:
     """On data with few strong directions, weights fitted to them move the output less than weights that ignore them."""
-    torch.manual_seed(0)
     old = timm.layers.Attention(16, num_heads=4, qkv_bias=True)
     x = torch.randn(50, 9, 16) * torch.logspace(0.5, -2, 16) + torch.randn(16)
     new = L2Attention(16, 4)
@@ -404,7 +388,6 @@ def test_attention_of_an_unknown_class_is_named() -> None:
 
 def test_query_norms_become_part_of_the_weights() -> None:
     """Normalised queries and keys of dot products are scaled ones where their lengths are all the same."""
-    torch.manual_seed(0)
     plain = timm.layers.Attention(8, num_heads=2, qkv_bias=False)
     normed = timm.layers.Attention(8, num_heads=2, qkv_bias=False, qk_norm=True, norm_layer=timm.layers.RmsNorm)
     normed.qkv.load_state_dict(plain.qkv.state_dict())
@@ -498,7 +481,6 @@ def test_modules_that_the_forward_pass_skips_are_swapped_too() -> None:
 
 @pytest.mark.parametrize("activation", ["clipped-relu", "maxmin", "clipped-maxmin"])
 def test_relu_is_replaced_and_the_file_rebuilds_it(activation: str, tmp_path) -> None:
-    torch.manual_seed(0)
     model = lipcert.load("resnet18", pretrained=False, num_classes=4, input_size=(3, 32, 32))
     images = torch.rand(4, 3, 32, 32)
     before = model(images)

@@ -86,8 +86,7 @@ def test_another_type_or_a_weight_keeps_the_operations():
 
 
 @pytest.fixture
-def pictures(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def pictures():
     Path("images").mkdir()
     for i in range(3):
         Image.new("L", (4, 4), 40 + 60 * i).save(f"images/{i}.png")

@@ -165,7 +165,6 @@ def test_random_networks(seed: int, scale: float, name: str) -> None:
 
 def test_every_direction_in_a_plane() -> None:
     """b has two entries, so that the exact fall is the largest on a fine grid of the disc, and all weights count."""
-    torch.manual_seed(0)
     net = model(NETWORKS["few"](), 2.0)
     method, layer = behind(net)
     network = layer.network

@@ -20,9 +20,8 @@ KNOWN = {
 
 
 @pytest.fixture
-def images(tmp_path, monkeypatch):
+def images():
     """Four images of 12 × 16 pixels without classes."""
-    monkeypatch.chdir(tmp_path)
     Path("images").mkdir()
     generator = torch.Generator().manual_seed(0)
     for i in range(4):

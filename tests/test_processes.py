@@ -9,14 +9,15 @@ import time
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from commands import write_images
 from PIL import Image
 from torch import Tensor, nn
 
 import lipcert
+from lipcert.certvit import Moments, Task, solve_layers
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.processes import Processes
@@ -66,6 +67,15 @@ def pictures(rank: int = 0, count: int = 1) -> list[Tensor]:
     return list(torch.rand(30, 3, 8, 8, generator=torch.Generator().manual_seed(2)).split(10))[rank::count]
 
 
+def solved_here() -> list[str]:
+    """The layers that this process solves, of three."""
+    moments = Moments("fc", torch.eye(3, dtype=torch.float64)[None], 3)
+    tasks = [Task(name, torch.eye(3), moments, {"error": 0.1, "measures": ("spectral",)}) for name in "abc"]
+    seen: list[str] = []
+    assert list(solve_layers(tasks, 0, seen.append)) == ["a", "b", "c"]
+    return seen
+
+
 def outcome(model: lipcert.Model) -> dict[str, object]:
     report = model.constraint
     layers = [(x.path, x.status, x.norm_after, x.error_reached, x.error_held_out) for x in report.layers]
@@ -108,6 +118,7 @@ def work(rank: int, folder: Path) -> None:
     with pytest.raises(InputError) as error:
         lipcert.finetune(vit(), batches(rank, 2), epochs=1 + rank)
     found["other"] = str(error.value)
+    found["solved"] = solved_here()
     found["constrained"] = outcome(lipcert.constrain(branches(), pictures(rank, 2), 0.2))
     spoilt = pictures(rank, 2)
     spoilt[0] = spoilt[0][:, :1] if rank else spoilt[0]
@@ -145,6 +156,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path) -> None:
     assert FAILED in first["refusal"]
     assert "given different models or settings" in first["other"] == second["other"]
 
+    assert (first["solved"], second["solved"]) == (["a", "c"], ["b"])
     alone = outcome(lipcert.constrain(branches(), pictures(), 0.2))
     for found in (first["constrained"], second["constrained"]):
         assert close(found["weights"], alone["weights"])
@@ -164,11 +176,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_torchrun_runs_the_commands(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    for i in range(50):
-        path = tmp_path / "images" / str(i % 10) / f"{i}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    write_images("images", 50, 8, "0123456789")
     lipcert.save(vit(), tmp_path / "small.safetensors")
 
     def run(processes: int, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:

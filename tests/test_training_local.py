@@ -140,7 +140,6 @@ def test_worst_logits_and_gradients_are_those_of_the_equations(activation: str, 
 
 
 def test_constant_units_move_nothing_and_vectors_outlast_them() -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 3))
     model = model_of(net)
     images, labels = torch.rand(5, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0, 1])
@@ -173,7 +172,6 @@ def test_padding_by_name_is_that_by_number() -> None:
 
 def test_reach_is_the_maximum_over_the_box_and_the_ball() -> None:
     """Against the best of many feasible points, found by projected ascent, and with the gradient of its value."""
-    torch.manual_seed(0)
     rows, down, up = torch.randn(20, 5).double(), torch.rand(20, 5).double(), torch.rand(20, 5).double()
     rho = torch.rand(20).double() * 1.5
     found = reach(rows, down, up, rho)
@@ -194,7 +192,6 @@ def test_reach_is_the_maximum_over_the_box_and_the_ball() -> None:
 
 
 def test_thresholds_and_weights_have_gradients() -> None:
-    torch.manual_seed(0)
     model = model_of(network("clipped"))
     images, labels = torch.rand(8, 1, 4, 4).double(), torch.randint(3, (8,))
     loss, _ = local_loss(LocalBound(model), images, labels, 0.2, 1.0, sparsity=0.1)
@@ -205,7 +202,6 @@ def test_thresholds_and_weights_have_gradients() -> None:
 
 
 def test_the_mixture_and_bottom_are_as_in_the_paper() -> None:
-    torch.manual_seed(0)
     model = model_of(network("maxmin"))
     images, labels = torch.rand(4, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0])
     logits, worst, _ = LocalBound(model).worst(images, labels, 0.1)
@@ -254,7 +250,6 @@ def test_networks_and_settings_that_do_not_fit_are_refused() -> None:
 
 def test_power_iteration_takes_the_steps_and_the_start_that_are_asked() -> None:
     """More steps from random vectors come closer to the norm; saved vectors get there over several calls of two."""
-    torch.manual_seed(0)
     model = model_of(network("clipped"))
     images, labels = torch.rand(4, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0])
 
@@ -273,7 +268,6 @@ def test_power_iteration_takes_the_steps_and_the_start_that_are_asked() -> None:
 
 def test_upper_thresholds_weigh_as_asked() -> None:
     """Equation 26: the loss is linear in λ_θ, and None leaves it out."""
-    torch.manual_seed(0)
     model = model_of(network("clipped"))
     images, labels = torch.rand(4, 1, 4, 4).double(), torch.tensor([0, 1, 2, 0])
     none, tenth, whole = (float(LocalBound(model).worst(images, labels, 0.05, w)[2]) for w in (0.0, 0.1, 1.0))
