@@ -134,7 +134,7 @@ class Ledger:
 
 
 class Rigor(str):
-    """How a certificate holds, as rows state it, and its value.
+    """The guarantee of a certificate, as rows state it.
 
     Attributes:
         delta: the failure probability; 0 if the certificate is deterministic.
@@ -143,7 +143,7 @@ class Rigor(str):
     delta: float
 
     def __new__(cls, delta: float, most: float = math.inf) -> Rigor:
-        """The rigor of a certificate that fails with at most this probability."""
+        """The guarantee of a certificate that fails with at most this probability."""
         rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal(Decimal(delta))
         value = min(float(rounded), most) if delta else 0.0
         text = super().__new__(cls, f"probabilistic({value!r})" if value else "deterministic")
@@ -152,7 +152,7 @@ class Rigor(str):
 
     @classmethod
     def parse(cls, text: str) -> Rigor | None:
-        """The rigor that a row of a file states; None if the text is not one."""
+        """The guarantee that a row of a file states; None if the text is not one."""
         form = re.fullmatch(r"deterministic|probabilistic\((?P<delta>\d+(\.\d+)?(e[+-]?\d+)?)\)", text)
         if form is None:
             return None

@@ -137,7 +137,7 @@ class Tally:
 
     @property
     def weakest(self) -> Rigor:
-        """The rigor of the radius with the largest failure probability."""
+        """The guarantee of the radius with the largest failure probability."""
         found = (Rigor.parse(text) for text in {row["rigor"] for row in self.rows})
         return max((rigor for rigor in found if rigor), key=lambda rigor: rigor.delta, default=Rigor(0.0))
 
