@@ -58,12 +58,13 @@ def constrain(
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:
         loaded = load_model(origin, of_model)
-        path = output(out, f"{origin.stem}.constrained", origin, of_model.files, loaded, "constrain", force)
+        given = {"data": data or "bundled", "limit": limit, "batch_size": batch}
+        same = {**asked.described(), **given}
+        path = output(out, f"{origin.stem}.constrained", origin, of_model.files, loaded, "constrain", force, same)
         images = open_images(data, loaded, limit=limit, purpose="train", classes=classes, labels=labels)
         show_preprocessing(images, loaded)
 
         batches = _Batches(images, processes, batch)
-        given = {"data": data or "bundled", "limit": limit, "batch_size": batch}
         try:
             with progress("calibration images") as update:
 

@@ -556,8 +556,12 @@ def test_command_on_the_bundled_model_and_images(folder, monkeypatch):
     monkeypatch.setattr("lipcert.inputs.data.BUNDLED", folder / "images" / "data.safetensors")
     result = run("constrain")
     assert "model: digits-vit, bundled" in result.stderr
-    assert load_artifact("digits-vit.constrained.lipcert.safetensors")
+    written = Path("digits-vit.constrained.lipcert.safetensors")
+    before = load_artifact(written).recipe
     assert "accuracy" in result.stdout
+    run("constrain", "digits-vit", "--limit", "5")
+    assert load_artifact(written).recipe == before, "hours of work are not replaced by a trial"
+    assert load_artifact("digits-vit.constrained.2.lipcert.safetensors").recipe != before
 
 
 def test_command_refuses_bad_input(folder):
