@@ -88,10 +88,10 @@ def test_networks_are_loaded_in_inference_mode(images) -> None:
         return lipcert.load("vit_tiny_patch16_224", pretrained=False, **sizes)
 
     with torch.inference_mode():
-        inside = lipcert.certify(network(), images[:2] + 0, eps=np.float32(0.01))
+        inside = lipcert.certify(network(), images[:1] + 0, eps=np.float32(0.01))
     assert type(inside.eps) is float
     assert {*inside.method} == {"anchored"}
-    assert torch.equal(inside.radius, lipcert.certify(network(), images[:2], eps=np.float32(0.01)).radius)
+    assert torch.equal(inside.radius, lipcert.certify(network(), images[:1], eps=np.float32(0.01)).radius)
 
 
 @pytest.mark.parametrize(
