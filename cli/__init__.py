@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -58,6 +59,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait leave the core to other processes
     open_streams()
     sys.unraisablehook = again_if_lost
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of schedulers and containers: ends as control-C does
     try:
         app(prog_name="lipcert")
     except SystemExit as end:

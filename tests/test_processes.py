@@ -262,7 +262,8 @@ def test_workers_end_when_their_parent_is_killed(tmp_path):
     pytest.fail("the worker lives on")
 
 
-def test_an_interruption_in_a_callback_is_not_lost():
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interruption_in_a_callback_is_not_lost(name):
     """Python drops exceptions in callbacks of weak references, of which tracing a network has thousands."""
     script = """
         import signal, sys, time, weakref
@@ -270,7 +271,7 @@ def test_an_interruption_in_a_callback_is_not_lost():
 
         def models():
             one = set()
-            callback = weakref.ref(one, lambda _: signal.raise_signal(signal.SIGINT))
+            callback = weakref.ref(one, lambda _: signal.raise_signal(signal.NAME))
             del one
             for _ in range(600):
                 time.sleep(0.1)
@@ -279,7 +280,8 @@ def test_an_interruption_in_a_callback_is_not_lost():
         sys.argv = ["lipcert", "models"]
         main()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    words = [sys.executable, "-c", textwrap.dedent(script).replace("NAME", name)]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "lipcert: interrupted\n")
 
 
