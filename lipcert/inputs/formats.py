@@ -28,9 +28,9 @@ _TRUSTED = "; if you trust it, convert it by Python, which then runs what it hol
 _LOADED = "torch.load(sys.argv[1], weights_only=False)"
 RESAVE = _TRUSTED.format(_LOADED)
 STATE = _TRUSTED.format(_LOADED + ".state_dict()")
-PART = "; if they are under one of its keys and you trust the file, save them alone: " + _PYTHON.format(
-    _LOADED + "['KEY']"
-)
+_ALONE = "; if they are {} and you trust the file, save them alone: "
+OF_KEY = _ALONE.format("under one of its keys") + _PYTHON.format(_LOADED + "['KEY']")
+OF_ENTRY = _ALONE.format("one of its entries") + _PYTHON.format(_LOADED + "[NUMBER]")
 _TENSORS = "torch.utils._pytree.tree_map(lambda x: torch.tensor(x) if hasattr(x, 'dtype') else x, {})"
 ARRAYS = _TRUSTED.format(_TENSORS.format(_LOADED))
 _NUMPY = _PYTHON.format(_TENSORS.format("dict(numpy.load(sys.argv[1]))")).replace("import", "import numpy,")

@@ -500,10 +500,8 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         raise formats.refusal(path, "holds a module, or another Python object, which is never run" + formats.STATE)
     if any(isinstance(value, _Omitted) for value in weights.values()) and not _count(weights):
         raise formats.refusal(path, "holds arrays of NumPy, or other objects, and no tensors" + formats.ARRAYS)
-    part = formats.PART.replace("under one of its keys", "one of its entries").replace("'KEY'", "NUMBER")
-    raise formats.refusal(
-        path, f"holds no state dict, but {_seen(content)}" + (formats.PART if isinstance(content, Mapping) else part)
-    )
+    part = formats.OF_KEY if isinstance(content, Mapping) else formats.OF_ENTRY
+    raise formats.refusal(path, f"holds no state dict, but {_seen(content)}" + part)
 
 
 def _count(value: Mapping[Any, Any]) -> int:
