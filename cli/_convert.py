@@ -71,7 +71,7 @@ def convert(
     path = output(out, loaded.source.get("name", named.stem), named, asked.files, loaded, "convert", force)
     images, origin = None, {}
     if data is not None:
-        opened = open_images(data, loaded, limit=IMAGES, purpose="train")
+        opened = open_images(data, loaded, limit=IMAGES, purpose="calibrate")
         show_preprocessing(opened, loaded)
         images = next(opened.batches(IMAGES)).images
         origin = {"data": data}

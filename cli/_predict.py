@@ -33,14 +33,15 @@ def predict(
     from lipcert.inputs.data import open_images
     from lipcert.smoothing import SmoothedClassifier
 
-    from ._loading import load_model
+    from ._loading import load_model, show_preprocessing
 
     loaded = load_model(named, asked, denoiser=denoiser)
     sigma = loaded.sigma if sigma is None else sigma
     if sigma is None:
         raise InputError(f"{named.word} is no smoothed classifier: give the noise with --sigma, such as 0.25")
     smoothed = SmoothedClassifier(loaded, sigma)
-    opened = open_images(images, loaded, limit=limit)
+    opened = open_images(images, loaded, limit=limit, purpose="predict")
+    show_preprocessing(opened, loaded)
     rows: list[dict[str, Any]] = []
     with progress("predicting", len(opened)) as update:
         for batch in opened.batches(1):

@@ -88,6 +88,22 @@ def test_the_split_of_a_purpose(tmp_path, folders, purpose, split):
     assert labels(images) == {f"a/{split[-3:]}.png": 0, f"b/{split[-3:]}.png": 1}
 
 
+@pytest.mark.parametrize(
+    ("files", "purpose", "read"),
+    [
+        (("a/1.png", "z/1.png", "2.png"), "calibrate", ["2.png", "a/1.png", "z/1.png"]),
+        (("train/a/1.png", "train/z/1.png", "val/a/1.png"), "calibrate", ["a/1.png", "z/1.png"]),
+        (("train/a/1.png", "val/z/1.png", "2.png"), "predict", ["2.png", "train/a/1.png", "val/z/1.png"]),
+        (("val/a/1.png", "valid/a/1.png"), "predict", ["val/a/1.png", "valid/a/1.png"]),
+    ],
+)
+def test_where_labels_are_not_needed_folders_are_no_classes(tmp_path, files, purpose, read):
+    images = open_images(write(tmp_path / "root", *files), model(), purpose=purpose)
+    assert not images.labelled
+    assert sorted(images.file(index) for index in range(len(images))) == read
+    assert images.class_names == {}
+
+
 def test_a_split_that_is_named(tmp_path):
     root = write(tmp_path / "root", *(f"{top}/{name}/{top}.png" for top in ("train", "val", "test") for name in "ab"))
     for split in ("train", "val", "test"):

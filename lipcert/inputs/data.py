@@ -210,7 +210,8 @@ def open_images(
             name to its ``class_names``, where it has them.
         limit: take so many images only: the first of a fixed shuffle, as folders are sorted by class.
         purpose: decides the split where none is named: to train, the training images; to certify, those for
-            validation, else those for testing, else those for training.
+            validation, else those for testing, else those for training; to calibrate, the training images, and to
+            predict, all, both without labels.
         classes: a file that numbers the class folders or the names in ``labels``: one name per line, with or without
             its number, or JSON.
         labels: a CSV file with the label of each file.

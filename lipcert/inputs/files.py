@@ -29,8 +29,8 @@ KINDS = {"torch": None, "hfds": "datasets"}
 
 
 def printable(name: str) -> str:
-    """A file's name as text that every output can hold; bytes that are no UTF-8 are written as ``\\xe9``."""
-    return re.sub("[\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) - 0xDC00:02x}", name)
+    """A file's name as one line that every output can hold; controls and bytes that are no UTF-8 become ``\\xe9``."""
+    return re.sub("[\x00-\x1f\x7f-\x9f\udc80-\udcff]", lambda byte: f"\\x{ord(byte[0]) & 0xFF:02x}", name)
 
 
 def listing(names: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from lipcert.inputs.classes import (
 )
 from lipcert.inputs.files import listing, printable
 
-Purpose = Literal["train", "certify"]
+Purpose = Literal["train", "certify", "calibrate", "predict"]
 
 # What Pillow decodes of the formats that are read, by the names that such files have.
 SUFFIXES = frozenset(
@@ -43,7 +43,8 @@ _WORDS = {
 }
 _SPLITS = {split: rf"(?:{words})[\W_]?(?:set|data|images)?" for split, words in _WORDS.items()}
 # The splits that a purpose takes, in this order.
-WANTED = {"train": ("train",), "certify": ("val", "test", "train")}
+WANTED = {"train": ("train",), "certify": ("val", "test", "train"), "calibrate": ("train",), "predict": ()}
+_UNLABELLED = frozenset(("calibrate", "predict"))
 # Folders of macOS, Windows, Linux and disk stations, of copies and of what was deleted.
 _OF_SYSTEMS = frozenset(
     ("__MACOSX", "System Volume Information", "$RECYCLE.BIN", "lost+found", "@eaDir", "#recycle", "#snapshot")
@@ -168,11 +169,11 @@ class ImageFiles:
         self.targets: Sequence[int] | None = None
         self.purpose, self.count, self.known = purpose, count, known
         self.split, files, self.trained = _split_of(files, purpose, split)
-        self.files = files = self._unwrapped(files)
+        self.files = files = files if purpose in _UNLABELLED else self._unwrapped(files)
         self.samples = natural(files.images)
         if labels is not None:
             self._label_by_list(labels, classes)
-        elif self.samples:
+        elif self.samples and purpose not in _UNLABELLED:
             self._label_by_folder(classes)
         if files.others:
             named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(files.others.items()))
@@ -321,6 +322,8 @@ def _splits_of(files: Files) -> dict[str, str]:
 
 def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files, list[str]]:
     """The split's folder, by the purpose if the user names none, its files, and the classes of the training images."""
+    if split is None and not WANTED[purpose]:
+        return None, files, []
     whole = files
     while not (folders := _splits_of(whole)) and (top := whole.wrapper()) is not None:
         whole = whole.below(top)

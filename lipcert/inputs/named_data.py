@@ -26,7 +26,7 @@ def open_named(spec: str, purpose: Purpose = "certify") -> Any:
     package = "scipy" if name.lower() == "torch/svhn" else KINDS[kind]
     if package is not None and importlib.util.find_spec(package) is None:
         raise InputError(f"{name} needs the package {package}: pip install {package}")
-    chosen, where = split or ("train" if purpose == "train" else "validation"), ""
+    chosen, where = split or ("train" if purpose in ("train", "calibrate") else "validation"), ""
     options: dict[str, Any] = {"split": chosen}
     if kind == "torch":
         options |= {"root": os.path.join(torch.hub.get_dir(), "datasets"), "download": True}
