@@ -271,6 +271,8 @@ class Model(nn.Module):
         Raises:
             InputError: the images are not valid; the message says what to do.
         """
+        if not isinstance(images, Tensor):
+            raise InputError(f"images must be a tensor, got a {type(images).__name__}; torch.as_tensor takes arrays")
         if images.dim() != 4 or tuple(images.shape[1:]) != self.input_size:
             expected, shape = ", ".join(str(n) for n in self.input_size), tuple(images.shape)
             hint = "resize them to the model's input"

@@ -83,6 +83,13 @@ def test_noise_is_fresh_in_every_call_unless_there_is_a_seed() -> None:
     assert torch.equal(fixed(images), fixed(images))
 
 
+def test_images_and_labels_may_be_arrays_as_in_certify() -> None:
+    images, smoothed = of_shares(0.97, 0.03), lipcert.SmoothedClassifier(threshold(), SIGMA, seed=1)
+    assert torch.equal(smoothed(images.numpy()), smoothed(images))
+    assert smoothed.predict(images.double().numpy()).tolist() == [1, 0]
+    assert smoothed.certify(images.numpy(), [1, 1]).labels.tolist() == [1, 1]
+
+
 def test_it_follows_the_weights_of_its_model() -> None:
     model = threshold()
     smoothed = lipcert.SmoothedClassifier(model, SIGMA, seed=4)
@@ -153,8 +160,13 @@ def test_settings_that_cannot_be_used() -> None:
     with pytest.raises(InputError, match="seed must be"):
         lipcert.SmoothedClassifier(threshold(), SIGMA, seed=-1)
     smoothed = lipcert.SmoothedClassifier(threshold(), SIGMA)
-    with pytest.raises(InputError, match="samples must be at least 1"):
-        smoothed(of_shares(0.9), samples=0)
+    for samples in (0, 20.0):
+        with pytest.raises(InputError, match="samples must be at least 1, a whole number"):
+            smoothed(of_shares(0.9), samples=samples)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a PIL image; .* convert it by"):
+        smoothed.predict(Image.new("L", (28, 28)))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="images must be a tensor, got a list"):
+        smoothed.network.check_images([0.5])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="sigma is 0.25 here"):
         smoothed.certify(of_shares(0.9), sigma=0.3)
     with pytest.raises(InputError, match="10 draws are too few to predict"):
@@ -185,6 +197,25 @@ def test_the_commands_take_a_file_without_a_sigma(tmp_path: Path) -> None:
     assert "smoothed classifier, σ = 0.2" in done.stderr
     run(*certify, "--method", "smoothing")
     assert "give the noise with --sigma" in run("predict", "digits-vit", "images", code=2).stderr
+
+
+@pytest.mark.parametrize("names", [(), ("cat", "dog")])
+def test_folders_say_nothing_about_the_images_to_predict(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Two folders by date are not the names of two classes, no split is left out, and every image has one line."""
+    torch.manual_seed(0)
+    model = lipcert.load("test_resnet", pretrained=False, num_classes=2, input_size=(3, 16, 16))
+    model.class_names = names
+    lipcert.save(lipcert.SmoothedClassifier(model, 0.2), "smoothed.safetensors")
+    files = ["2024/a.png", "2025/b.png", "train/c\n.png", "val/d.png", "e.png"]
+    for file in files:
+        (tmp_path / "images" / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16)).save(tmp_path / "images" / file)
+    (tmp_path / "images/f.heic").touch()
+    done = run("predict", "smoothed.safetensors", "images", "--samples", "30")
+    lines = [line.split("\t") for line in done.stdout.splitlines()[1:]]
+    assert {line[0] for line in lines} == {*files} - {"train/c\n.png"} | {"train/c\\x0a.png"}
+    assert {line[1] for line in lines} <= {*(names or "01"), "abstains"}
+    assert "1 files of other formats are left out" in done.stderr
 
 
 def test_an_image_on_which_it_abstains_is_not_correct(tmp_path: Path) -> None:

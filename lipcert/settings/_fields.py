@@ -37,12 +37,12 @@ class Range(NamedTuple):
         return self.low < value < self.high or (self.included and value == self.low)
 
 
-POSITIVE = Range("a positive number", 0, LARGEST)
+POSITIVE = Range(f"a positive number below {LARGEST:g}", 0, LARGEST)
 INSIDE = Range("a fraction above 0 and below 1, not a percentage", 0, 1)
 FAILURE = Range("a failure probability below 0.5, such as 0.001, not a confidence", 0, 0.5)
 SHARE = Range("a fraction of the run, from 0 to below 1", 0, 1, True)
 WEIGHT = Range(f"a number from 0 to {LARGEST:g}", 0, LARGEST, True)
-COUNT = Range("at least 1", 1, 2**40, True, whole=True)
+COUNT = Range("at least 1, a whole number", 1, 2**40, True, whole=True)
 
 
 def option(
@@ -158,4 +158,4 @@ def check(settings: Any) -> None:
         if choices:
             one_of(one.name, value, choices)
         if within is not None and not within.holds(value):
-            raise InputError(f"{one.name} must be {within.words}, got {value}")
+            raise InputError(f"{one.name} must be {within.words}, got {value!r}")

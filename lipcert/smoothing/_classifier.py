@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import secrets
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lipcert.denoisers import Denoised
 from lipcert.errors import InputError
+from lipcert.inputs.batches import pair_of
 from lipcert.inputs.loading import load as load_model
 from lipcert.model import Model, checked
 from lipcert.settings import SMOOTHING, CertifySettings, settings_of
@@ -22,6 +25,7 @@ from lipcert.smoothing._smoothing import Smoothing
 # An ε below every radius that is not 0.
 _ANY = 1e-12
 _ABSTAINS = -1
+Pixels = Tensor | np.ndarray
 
 
 class SmoothedClassifier(nn.Module):
@@ -74,7 +78,7 @@ class SmoothedClassifier(nn.Module):
         return f"sigma={self.sigma:g}"
 
     @torch.no_grad()
-    def forward(self, images: Tensor, samples: int = 100) -> Tensor:
+    def forward(self, images: Pixels, samples: int = 100) -> Tensor:
         """The share of draws of each class.
 
         Args:
@@ -91,7 +95,7 @@ class SmoothedClassifier(nn.Module):
         return self._votes(images, samples)[0].double() / samples
 
     @torch.no_grad()
-    def predict(self, images: Tensor, samples: int = 100, alpha: float = 1e-3) -> Tensor:
+    def predict(self, images: Pixels, samples: int = 100, alpha: float = 1e-3) -> Tensor:
         """The class of each image, or −1 where the smoothed classifier abstains.
 
         It abstains unless a two-sided binomial test at level α rejects that the two most frequent classes of the draws
@@ -121,7 +125,11 @@ class SmoothedClassifier(nn.Module):
         return torch.where(torch.tensor(sure, dtype=torch.bool), classes, _ABSTAINS)
 
     def certify(
-        self, images: Tensor, labels: Tensor | None = None, eps: float | str | None = None, **settings: Any
+        self,
+        images: Pixels,
+        labels: Pixels | Sequence[int] | None = None,
+        eps: float | str | None = None,
+        **settings: Any,
     ) -> SmoothedCertificates:
         """Certificates of images, whose ``radius`` is 0 where the classifier abstains.
 
@@ -140,16 +148,16 @@ class SmoothedClassifier(nn.Module):
             settings = {"all_samples": True, **settings}
         seed = {"seed": self._fresh(), **settings}
         asked = settings_of(CertifySettings, _ANY if eps is None else eps, SMOOTHING, sigma=self.sigma, **seed)
-        return Smoothing(self.network, asked).run(images, labels)
+        return Smoothing(self.network, asked).run(*pair_of((images, labels)))
 
     def _fresh(self) -> int:
         return secrets.randbits(64) if self.seed is None else self.seed
 
-    def _votes(self, images: Tensor, samples: int) -> tuple[Tensor, float]:
+    def _votes(self, images: Pixels, samples: int) -> tuple[Tensor, float]:
         """Draws by class, int64, shape (N, classes); and the error of the distribution of a draw."""
         asked = settings_of(CertifySettings, _ANY, SMOOTHING, sigma=self.sigma, all_samples=True)
         smoothing = Smoothing(self.network, asked)
-        self.network.check_images(images)
+        images = self.network.check_images(pair_of((images, None))[0])
         smoothing.seed = self._fresh()
         drawn = smoothing.classes_of(images, range(len(images)), range(samples))
         votes = torch.zeros(len(images), smoothing.classes, dtype=torch.int64)
