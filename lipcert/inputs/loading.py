@@ -257,7 +257,7 @@ def _wrap(
     if missing:
         given = ", ".join(as_given(f"{key}=") for key in missing)
         raise InputError(f"{label} does not say its {', '.join(missing)}; give {given}")
-    channels = config["input_size"][0]
+    channels = next(iter(config["input_size"]), 1)
     for key in ("mean", "std"):
         if key not in pixels and len(set(config[key])) == 1:  # one value for all channels fits any number of channels
             config[key] = (config[key][0],) * channels
