@@ -33,9 +33,9 @@ settings.load_profile("lipcert")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked ``thinned(n)``, all cases but every n-th are slow."""
+    """Of a test that is marked ``thinned(n)``, all cases but every n-th by name are slow."""
     cases: Counter[str] = Counter()
-    for item in items:
+    for item in sorted(items, key=lambda item: item.nodeid):
         mark, name = item.get_closest_marker("thinned"), item.nodeid.partition("[")[0]
         if mark is not None and cases[name] % mark.args[0]:
             item.add_marker(pytest.mark.slow)
