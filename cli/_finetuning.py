@@ -148,7 +148,7 @@ class Training:
                 self.model,
                 batches,
                 teacher=self.teacher,
-                origin={**asdict(self.of), **held_out},
+                origin={**asdict(self.of), "image_list": self.images.digest, **held_out},
                 checkpoint=self.unfinished,
                 progress=self._finished,
                 until=self.plan.until,
