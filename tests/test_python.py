@@ -5,9 +5,11 @@ import html
 import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
+import threading
 import typing
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -350,6 +352,25 @@ def test_threads_at_once_give_the_same_radii_and_leave_torch_as_it_was():
         found = [*pool.map(lambda _: lipcert.certify(model, images, eps=1e-3, method="gloro").radius, range(8))]
     assert state() == before
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("method", ["gloro", "smoothing"])
+def test_another_thread_may_draw_random_numbers(images, method) -> None:
+    """As the other requests of a server do, or a training."""
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.wait(0.02):
+            torch.rand(3)
+            random.random()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(draw)
+        try:
+            for _ in range(9):
+                lipcert.certify(lipcert.load(), images, eps=0.05, method=method, **SMOOTHED[method])
+        finally:
+            ended.set()
 
 
 ORDERS = st.permutations(range(4))

@@ -90,6 +90,17 @@ def test_images_and_labels_may_be_arrays_as_in_certify() -> None:
     assert smoothed.certify(images.numpy(), [1, 1]).labels.tolist() == [1, 1]
 
 
+def test_the_network_runs_in_its_type_under_autocast() -> None:
+    class Typed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            product = super().forward(x.flatten(1))
+            return product * 0 + torch.tensor([0.5, product.dtype == torch.bfloat16])
+
+    model = lipcert.load(Typed(2, 2), mean=(0.0,), std=(1.0,), input_size=(1, 1, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lipcert.SmoothedClassifier(model, SIGMA).predict(of_shares(0.5)) == 0
+
+
 def test_it_follows_the_weights_of_its_model() -> None:
     model = threshold()
     smoothed = lipcert.SmoothedClassifier(model, SIGMA, seed=4)

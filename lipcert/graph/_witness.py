@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph._graph import Graph, Node
 from lipcert.graph._operations import COPY, EPS_OF_TYPE
-from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, random_states, without_cudnn
+from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, watched, without_cudnn
 
 # Constants that a network computes from its weights are computed again with relative errors of about NOISE in every
 # operation, 1024 times those of float64. They may move by MOVED of their largest entry, so rounding moves them by
@@ -202,24 +202,30 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> Examined:
 
 @torch.no_grad()
 def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
-    images, chance, problems = examples(image), random_states(), []
+    images, drawn, problems = examples(image), [], []
+
+    def run(image: Tensor) -> Any:
+        result, drew = watched(lambda: _run(module, image))
+        drawn.append(drew)
+        return result
+
     with RealArithmetic() if real else nullcontext(), without_fused_kernels():
-        results = [_run(module, images[0])]
+        results = [run(images[0])]
         if not isinstance(results[0], Tensor):
             raise InputError(f"the model must return one tensor of logits, it returns {type(results[0]).__name__}")
         try:
-            results += [_run(module, each) for each in images[1:]]
+            results += [run(each) for each in images[1:]]
         except InputError as error:
             raise UnsupportedCode([(f"code that fails for some images ({error})", "")]) from error
         state = _state(module)
-        again = _run(module, image)
+        again = run(image)
         if not same_logits(results[0], again, 0.0 if image.device.type == "cpu" else tolerance(again)):
             problems.append("forward code that gives two results for one image")
         derived = Derived([image])  # code may take another way with the value that records operations
         for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
             try:
                 with mode, derived, _Reads(derived):
-                    result = _run(module, image.clone().requires_grad_() * 1 if gradients else image)
+                    result = run(image.clone().requires_grad_() * 1 if gradients else image)
             except InputError:  # it does not run there
                 continue
             if not same_logits(result.detach(), results[0], tolerance(results[0])):
@@ -228,7 +234,7 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
                     problems[-1] += f", or kernels of torch for {str(image.dtype)[6:]} that do, and not for float32"
     if state != _state(module):
         problems.append("forward code that changes its module")
-    if chance != random_states():
+    if any(drawn):
         problems.append("forward code that draws random numbers")
     if problems:
         raise UnsupportedCode([(problem, "") for problem in problems])

@@ -8,6 +8,7 @@ from lipcert.numerics._environment import (
     check_environment,
     environment_settings,
     matmul_precision,
+    without_autocast,
     without_cudnn,
 )
 from lipcert.numerics._estimate import (
@@ -33,7 +34,7 @@ from lipcert.numerics._l2 import (
     unit_vectors,
 )
 from lipcert.numerics._memory import give_back, is_out_of_memory, keep_freed, memory_left
-from lipcert.numerics._random_states import random_states
+from lipcert.numerics._random_states import watched
 from lipcert.numerics._real import RealArithmetic, in_real_arithmetic, spelled_out
 from lipcert.numerics._slack import INFLATE, ROUNDED_ANGLE, ROUNDED_SUM, SAFETY, SMALLEST_NORMAL, UNIT, at_most
 from lipcert.numerics._trees import leaves, mapped

@@ -14,7 +14,7 @@ summary of a run shows this list. Call :func:`check_environment` in that process
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ def as_assumed(device: torch.device, dtype: str) -> Iterator[None]:
 def without_cudnn() -> AbstractContextManager[None]:
     """Disables cuDNN, whose kernels depend on types and sizes and are not accurate for each entry."""
     return _off(*_TRANSFORMS)  # torch.backends.cudnn.flags also reads settings that may be unreadable
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Disables autocast, in which a network runs in another type than that of its weights."""
+    return torch.autocast(device.type, enabled=False) if _autocast(device.type) else nullcontext()
 
 
 @contextmanager

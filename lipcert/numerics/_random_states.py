@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+T = TypeVar("T")
+_TRIES = 9
 
-def random_states() -> list[Any]:
+
+def watched(run: Callable[[], T]) -> tuple[T, bool]:
+    """What a function returns, and whether it draws random numbers: in all of several tries, if other threads may."""
+    for _ in range(_TRIES if threading.active_count() > 1 else 1):
+        before = _random_states()
+        result = run()
+        if _random_states() == before:
+            return result, False
+    return result, True
+
+
+def _random_states() -> list[Any]:
     """States of torch's, Python's and NumPy's generators, as values to compare."""
     _, words, *place = np.random.get_state()
     states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(words).tobytes(), place]

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from lipcert.graph import ONE_LOGIT, outputs_of, same_logits
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model, alone, check_labels
 from lipcert.norms import Rigor
-from lipcert.numerics import is_out_of_memory, random_states, without_cudnn
+from lipcert.numerics import is_out_of_memory, watched, without_autocast, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._lattice import cells, from_lattice, to_lattice
@@ -255,7 +256,8 @@ class Smoothing:
         return torch.cat([self._predict(part) for part in (images[:half], images[half:])])
 
     def _logits(self, images: Tensor) -> Tensor:
-        return cast(Tensor, self.model(from_lattice(images, self.model.dtype).to(memory_format=self.format)))
+        with without_autocast(self.model.device):
+            return cast(Tensor, self.model(from_lattice(images, self.model.dtype).to(memory_format=self.format)))
 
 
 def _bytes_of_a_draw(model: Model) -> float:
@@ -316,18 +318,17 @@ def _check_network(model: Model, sigma: float) -> None:
     spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
     drawn = from_lattice(noise(0, 0, range(len(_SPREAD)), model.input_size, sigma, model.device))
     images = (0.5 + spread / sigma * drawn).to(model.dtype)
-    before = random_states()
-    with without_cudnn():  # which computes in TF32, by kernels that depend on the batch
-        first, again = model(images), model(images)
-        alone = torch.cat([model(image[None]) for image in images])
-    drew = random_states() != before
+    batches = [images, images, *images.split(1)]
+    with without_autocast(model.device), without_cudnn():  # which computes in TF32, by kernels that depend on the batch
+        runs = [watched(partial(model, batch)) for batch in batches]
+    first, again, *each = (logits for logits, _ in runs)
     tolerance = _tolerance(model, first)
-    if drew or not same_logits(again, first, tolerance):
+    if any(drew for _, drew in runs) or not same_logits(again, first, tolerance):
         raise InputError(
             "the network draws random numbers in its forward pass, or changes from one pass to the next; smoothing "
             "needs a fixed function, to whose images it adds noise itself"
         )
-    if not same_logits(alone, first, tolerance):
+    if not same_logits(torch.cat(each), first, tolerance):
         raise InputError(_DEPENDS)
 
 
