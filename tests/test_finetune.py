@@ -1,11 +1,13 @@
 """Fine-tuning: the losses, the norms and bounds they use, the loop, and the command."""
 
+import contextlib
 import copy
 import csv
 import functools
 import importlib
 import math
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import commands
@@ -40,6 +42,7 @@ from lipcert.training import (
     Muon,
     NormLimits,
     Validation,
+    _checkpoint,
     _finetune,
     _losses,
     adversarial_loss,
@@ -706,6 +709,13 @@ def test_a_checkpoint_of_another_run_is_refused(loader, tmp_path) -> None:
     assert (tmp_path / "c").read_bytes() == b"something else"
     with pytest.raises(InputError, match="cannot write"):
         lipcert.finetune(vit(), loader[:1], epochs=1, loss="ce", checkpoint=tmp_path / "none" / "c")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_checkpoint_on_a_full_disk(monkeypatch) -> None:
+    monkeypatch.setattr(_checkpoint, "replacing", contextlib.nullcontext)
+    with pytest.raises(InputError, match="cannot write the checkpoint /dev/full: .*No space left"):
+        _checkpoint.write(Path("/dev/full"), {}, {"weights": torch.zeros(2**16)})
 
 
 def test_a_checkpoint_remembers_where_the_images_are_from(loader, tmp_path) -> None:

@@ -14,10 +14,11 @@ from lipcert.inputs.files import replacing
 def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
     """Writes the checkpoint; replaces an existing file atomically."""
     try:
-        with replacing(path) as partial:
-            torch.save({"lipcert_finetune": settings, **state}, partial)
-    except (OSError, RuntimeError) as error:  # torch reports a missing folder as a RuntimeError
-        raise InputError(f"cannot write the checkpoint {path}: {first_line(error)}") from error
+        with replacing(path) as partial, partial.open("wb") as file:
+            torch.save({"lipcert_finetune": settings, **state}, file)
+    except (OSError, RuntimeError) as error:
+        reason = error.__context__ or error  # torch reports a full disk by a second error, of positions in the file
+        raise InputError(f"cannot write the checkpoint {path}: {first_line(reason)}") from error
 
 
 def read(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
