@@ -17,7 +17,8 @@ def write(path: Path, settings: dict[str, Any], state: dict[str, Any]) -> None:
         with replacing(path) as partial, partial.open("wb") as file:
             torch.save({"lipcert_finetune": settings, **state}, file)
     except (OSError, RuntimeError) as error:
-        reason = error.__context__ or error  # torch reports a full disk by a second error, of positions in the file
+        # After that of a full disk, torch raises an error of its own, of positions in the file.
+        reason = error if isinstance(error, OSError) else error.__context__ or error
         raise InputError(f"cannot write the checkpoint {path}: {first_line(reason)}") from error
 
 
