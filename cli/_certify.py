@@ -14,7 +14,7 @@ import typer
 from lipcert.errors import InputError
 from lipcert.inputs.files import check_rows
 from lipcert.inputs.sources import BUNDLED, Source
-from lipcert.settings import LINEARISED, STAGED, CertifySettings
+from lipcert.settings import LINEARISED, STAGED, CertifySettings, parse_memory
 from lipcert.workers import default_workers, workers_ahead
 
 from ._commands import OUTPUT
@@ -53,6 +53,10 @@ def certify(
     shard: Annotated[
         str | None, typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.")
     ] = None,
+    # Not in the help: half of the free memory is right but where others take theirs later.
+    memory: Annotated[
+        str | None, typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.", hidden=True)
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -90,6 +94,7 @@ def certify(
         raise InputError("--out and --no-out contradict each other; give one of them")
     part = None if shard is None else parse_shard(shard)
     until = time.monotonic() + parse_duration(time_budget)
+    size = None if memory is None else parse_memory(memory)
     names: Sequence[str | None] = models or [None]
     several_models = len(names) > 1
     if several_models and asked_source.checkpoint is not None:
@@ -116,6 +121,7 @@ def certify(
                 lists={"classes": classes, "labels": labels},
                 limit=limit,
                 shard=part,
+                memory=size,
                 workers=workers,
                 until=until,
                 out=out,
@@ -147,6 +153,7 @@ class Plan:
     lists: Mapping[str, Any]
     limit: int | None
     shard: tuple[int, int] | None
+    memory: float | None
     workers: int | None
     until: float
     out: Path | None

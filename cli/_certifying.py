@@ -264,7 +264,7 @@ def _certify_with(
         _triage(loaded, settings, images)
     before = time.perf_counter()
     with progress("reading the network") as update:
-        certifier = certifier_for(loaded, settings, progress=update)
+        certifier = certifier_for(loaded, settings, progress=update, memory=plan.memory)
     preparation = round(time.perf_counter() - before, 3)
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
