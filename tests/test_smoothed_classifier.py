@@ -178,6 +178,8 @@ def test_settings_that_cannot_be_used() -> None:
         smoothed.predict(Image.new("L", (28, 28)))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="images must be a tensor, got a list"):
         smoothed.network.check_images([0.5])  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="sigma"):  # what is saved and drawn has one σ
+        smoothed.sigma = 0.5
     with pytest.raises(InputError, match="sigma is 0.25 here"):
         smoothed.certify(of_shares(0.9), sigma=0.3)
     with pytest.raises(InputError, match="10 draws are too few to predict"):

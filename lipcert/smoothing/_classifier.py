@@ -6,7 +6,7 @@ import copy
 import secrets
 from collections.abc import Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ class SmoothedClassifier(nn.Module):
 
     Attributes:
         network: the network and its denoiser, a :class:`lipcert.Model`; it shares the weights of ``model``.
-        sigma: σ, the standard deviation of the noise at each pixel in [0, 1].
         seed: seed of the noise, or None.
 
     Args:
@@ -70,8 +69,13 @@ class SmoothedClassifier(nn.Module):
             raise InputError(f"sigma must be a number above 0, got {sigma}; lipcert.smoothing.choose_sigma chooses one")
         network = checked(model)
         self.network = copy.copy(network) if denoiser is None else Denoised(network, denoiser)
-        self.network.sigma = self.sigma = asked.sigma
+        self.network.sigma = asked.sigma
         self.seed = seed
+
+    @property
+    def sigma(self) -> float:
+        """σ, the standard deviation of the noise at each pixel in [0, 1]; another σ is another classifier."""
+        return cast(float, self.network.sigma)
 
     def extra_repr(self) -> str:
         """σ."""
