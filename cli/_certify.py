@@ -53,7 +53,7 @@ def certify(
     shard: Annotated[
         str | None, typer.Option(help="Certify one of several parts of the images: 2/5. Needs --out.")
     ] = None,
-    # Not in the help: half of the free memory is right but where others take theirs later.
+    # Not in the help: the default is wrong only where other processes will need the memory that is free now.
     memory: Annotated[
         str | None, typer.Option(help="Memory for a batch, such as 8GB; by default half of what is free.", hidden=True)
     ] = None,

@@ -51,7 +51,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             complain(f"lipcert: out of memory ({first_line(error)}); use a smaller model or a larger machine")
             raise typer.Exit(2) from error
         except OSError as error:  # torch's import needs a folder for temporary files, for example
-            complain(f"lipcert: the system refuses: {first_line(error)}; give it room, rights, or another TMPDIR")
+            complain(f"lipcert: {first_line(error)}; check the free space and permissions, or set another TMPDIR")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             complain("lipcert: interrupted")

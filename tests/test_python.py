@@ -13,6 +13,7 @@ import threading
 import typing
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lipcert
@@ -27,6 +29,7 @@ from lipcert.bounds import Bound, LayerBound
 from lipcert.errors import InputError
 from lipcert.inputs.batches import pair_of
 from lipcert.inputs.data import open_images
+from lipcert.numerics import watched
 from lipcert.results import Result, SmoothedResult, read_run
 from lipcert.settings import CertifyOptions, CertifySettings
 from lipcert.settings import _certify as _settings
@@ -362,7 +365,6 @@ def test_another_thread_may_draw_random_numbers(images, method) -> None:
     def draw() -> None:
         while not ended.wait(0.02):
             torch.rand(3)
-            random.random()
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(draw)
@@ -371,6 +373,20 @@ def test_another_thread_may_draw_random_numbers(images, method) -> None:
                 lipcert.certify(lipcert.load(), images, eps=0.05, method=method, **SMOOTHED[method])
         finally:
             ended.set()
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: nn.functional.dropout(torch.ones(9)), random.random])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_draw_in_some_passes_is_seen_beside_other_threads(draw, first) -> None:
+    """Such as those that print the progress of a command."""
+    passes, ended = count(first), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ended.wait)
+        try:
+            drawn = [watched(lambda: draw() if next(passes) % 2 else None)[1] for _ in range(4)]
+        finally:
+            ended.set()
+    assert drawn == [bool((first + run) % 2) for run in range(4)]
 
 
 ORDERS = st.permutations(range(4))

@@ -422,8 +422,9 @@ class _ReadImages(Images):
                 with file, _opened(file) as image:
                     sizes.append(image.size)
                     turned += image.format != "TIFF" and image.getexif().get(274, 1) != 1  # Pillow turns those of TIFF
-        if turned:
-            self.notes.append(f"{turned} of {len(sizes)} sampled images have an EXIF orientation, unused as in timm")
+        note = f"{turned} of {len(sizes)} sampled images have an EXIF orientation, unused as in timm"
+        if turned and note not in self.notes:
+            self.notes.append(note)
         return sizes
 
     def _name(self, index: int) -> str:

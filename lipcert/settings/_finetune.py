@@ -77,7 +77,7 @@ class FinetuneSettings:
 
     Models with small norms have small margins and need a small temperature, 0.1 to 0.25. Of two numbers the temperature
     changes from the first to the last during 80 % of the run; ``"auto"`` is 2, at last 0.2 times the median margin of
-    the first batch.
+    the first update's images.
     ``upper_weight`` is λ_θ, ``vectors`` is about :class:`lipcert.training.LocalBound`, ``max_norm`` about
     :class:`lipcert.training.NormLimits`, the optimizer ``"muon"`` about :class:`lipcert.training.Muon`. The schedule
     ``"multistep"`` divides the learning rate by 5 at 0.5, 0.6, 0.7 and 0.8 of the run. ``only="*.attn.*"`` with the
@@ -98,7 +98,7 @@ class FinetuneSettings:
     epochs: int = option("Number of passes over the images.", 10, range=COUNT)
     lr: float = option("The largest learning rate.", 3e-4, range=POSITIVE)
     temperature: float | tuple[float, float] | Literal["auto"] = _python(
-        "Divides the logits in the loss: a number; FIRST,LAST; or auto, from the margins of the first batch.",
+        "Divides the logits in the loss: a number; FIRST,LAST; or auto, from the margins of the first update.",
         1.0,
         given="1",
     )

@@ -263,7 +263,7 @@ class _Run:
         self.processes = processes
         self.asked = asked
         self.teacher = teacher
-        self.margin: float | None = None  # the median margin of the first batch, for the temperature auto
+        self.margin: float | None = None  # the median of the first update's images, for the temperature auto
         self.smoothed = denoised(model, asked)
         self.sums, self.start = _Sums(0.0, 0, 0, 0), torch.get_rng_state()
         self.last: Epoch | None = None
