@@ -22,7 +22,8 @@ def test_no_attack_succeeds_inside_a_radius(family):
     row = campaign.examine(1000 + len(family), IMAGES, family)
     assert row["violations"] == []
     counted = sum(map(len, row["ratios"].values()))
-    assert counted >= (len(METHODS) if family in SLOW else 2 * IMAGES)  # few images take the time of timm's networks
+    # Of timm's networks one image is certified, for which global bounds may be 0, and local ones are not.
+    assert counted >= (len(set(METHODS) - {"global", "gloro"}) if family in SLOW else 2 * IMAGES)
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 8))
