@@ -173,6 +173,11 @@ class Certifier:
         return count
 
     @property
+    def least(self) -> int:
+        """The number of images from which on a batch is worthwhile: more than one where calls are most of its cost."""
+        return self.together // 2 if self.costly and self.together > _FEW else 1
+
+    @property
     def _call(self) -> float:
         """Average number of floating-point operations per image in one operation of the network."""
         return self.subject.flops / self.subject.operations

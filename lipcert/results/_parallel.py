@@ -37,9 +37,9 @@ class Seconds(NamedTuple):
 
 Outcome = tuple[Certificates, Seconds]
 
-# Workers are started if the images that remain take this process longer than so many seconds, and one that is ready
-# serves from so many on. A batch takes about as long as if it had so many more images.
-_WORTH, _READY, _MORE = 15.0, 2.0, 3
+# Workers are started if the images that remain take this process longer than so many seconds. A batch takes about as
+# long as if it had so many more images.
+_WORTH, _MORE = 15.0, 3
 # They start before the first image if a method may take more seconds for all images; estimates are up to five times
 # too high.
 _LONG = 60.0
@@ -64,20 +64,19 @@ def certified(
     """Certifies batches, in their order; yields each with its certificates and what it took.
 
     Workers are used after the first batches, if what is ``left`` takes long, or before; those that started ``ahead``
-    first. Each makes the certifier anew from the network, its norms and the settings, and serves only if its bounds and
-    the logits of one image are the same. A batch is certified as a whole and on one thread, so no radius depends on the
-    number of workers, from 1 on.
+    from the start. Each makes the certifier anew from the network, its norms and the settings, and serves only if its
+    bounds and the logits of one image are the same. A batch is certified as a whole and on one thread, so no radius
+    depends on the number of workers, from 1 on.
     """
     slowest = max(method.seconds for method in certifier.methods.values()) if workers > 1 else 0.0
-    long = shared = left > 1 and left * slowest > _LONG
-    while not shared:
+    long = left > 1 and left * slowest > _LONG
+    while not long and not (workers > 1 and left > 1 and ahead):
         if (batch := next(batches, None)) is None:
             return
         outcome = _timed(certifier, batch, workers > 0)
         yield batch, *outcome
         left -= len(batch)
-        expected = left * outcome[1].wall / (len(batch) + _MORE)
-        long, shared = expected > _WORTH, workers > 1 and expected > (_READY if ahead else _WORTH)
+        long = workers > 1 and left * outcome[1].wall / (len(batch) + _MORE) > _WORTH
     try:
         given = pickle.dumps((_registering(), certifier.model, certifier.settings, KNOWN_NORMS))
     except Exception:  # code that only this process has, such as hooks

@@ -35,14 +35,18 @@ Progress = Callable[[int, "int | None"], None]
 _BLOCKS = 6
 
 
-def blocks_of(order: Sequence[int], together: int) -> list[Sequence[int]]:
-    """The batches of images in which a run computes: of 1, 4, 16, up to the largest size, and of fewer at the end."""
+def blocks_of(order: Sequence[int], certifier: Certifier | Smoothing) -> list[Sequence[int]]:
+    """The batches of images in which a run computes: from the least worthwhile size on, each four times the last.
+
+    They have at most ``certifier.together`` images, and fewer at the end.
+    """
     blocks: list[Sequence[int]] = []
-    start, size, largest = 0, 1, min(together, -(-len(order) // _BLOCKS))
-    while start < len(order):
-        blocks.append(order[start : start + size])
-        start += size
-        size = min(4 * size, largest, -(-(len(order) - start) // 2))
+    least = getattr(certifier, "least", 1)
+    left, size, largest = len(order), least, min(certifier.together, max(least, -(-len(order) // _BLOCKS)))
+    while left:
+        size = min(size, largest, left if left <= least else -(-left // 2))
+        blocks.append(order[len(order) - left :][:size])
+        left, size = left - size, 4 * size
     return blocks
 
 
@@ -68,7 +72,7 @@ class Remaining:
         self.images = images
         self.done = frozenset(done)
         self.divisible = isinstance(certifier, Smoothing)  # whose rows do not depend on the batch
-        mine = blocks_of(images.order, certifier.together)[part::parts]
+        mine = blocks_of(images.order, certifier)[part::parts]
         if self.divisible:
             mine = [[index for index in block if index not in self.done] for block in mine]
         self.blocks = [block for block in mine if not self.done.issuperset(block)]

@@ -166,7 +166,7 @@ def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, selecte
     limit = run.summary.get("limit")
     every = order_of(images.total, limit if type(limit) is int and limit > 0 else None, images.kept_out)
     order = [index for index in every if index not in images.removed]
-    blocks = [block for block in blocks_of(order, certifier.together) if not {*block}.isdisjoint(selected)]
+    blocks = [block for block in blocks_of(order, certifier) if not {*block}.isdisjoint(selected)]
     for block in [*blocks, *([index] for index in {*selected} - {*order})]:
         yield from images.batches(len(block), only=frozenset(block))
 
