@@ -368,6 +368,41 @@ def test_patch_embedding_is_the_module_s_own_output():
     torch.testing.assert_close(anchor.linearization.values[certificate.network.source][:, 0], seen[-1])
 
 
+class _Auxiliary(nn.Module):
+    """Computes an auxiliary result, which is read elsewhere, after its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return (hidden := self.first(x).tanh()), self.second(hidden)
+
+
+class _Reads(nn.Module):
+    def __init__(self, block, kind):
+        super().__init__()
+        self.block, self.kind, self.head = block, kind, nn.Linear(4, 2)
+
+    def forward(self, x):
+        if self.kind == "two outputs":
+            hidden, auxiliary = self.block(x.flatten(1))
+            return self.head(hidden) + auxiliary
+        if self.kind == "run twice":
+            return self.head(self.block(self.block(x.flatten(1))))
+        return self.head(self.block[0](x.flatten(1)) + self.block[1](x.flatten(1)).tanh())
+
+
+@pytest.mark.parametrize("kind", ["two outputs", "run twice", "never run itself"])
+def test_a_place_is_refused_whose_output_is_not_what_it_computes_last(kind):
+    """The radius would be that of a perturbation of another value."""
+    block = {"run twice": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "two outputs": _Auxiliary()}
+    net = _Reads(block.get(kind, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])), kind).eval()
+    model = lipcert.load(net, mean=0.0, std=1.0, input_size=(1, 2, 2))
+    with pytest.raises(InputError, match="runs once and returns the tensor that it computes last"):
+        lipcert.certify(model, torch.rand(2, 1, 2, 2), eps=0.01, at="block", method="anchored")
+
+
 def test_unknown_places_are_named():
     model = vit()
     with pytest.raises(InputError, match=r"blocks\.7.*patch_embed.*blocks\.0.*head"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from lipcert.bounds import (
     tagged,
 )
 from lipcert.errors import InputError, UnsupportedOperation, WrongDerivative
-from lipcert.graph import Graph, Node, capture, cuts, examples, needed
+from lipcert.graph import Graph, Node, capture, close, cuts, examples, needed
 from lipcert.model import Model
 from lipcert.numerics import computed_l2_norm
 from lipcert.roundoff import Chains, OperationRounding
@@ -106,7 +107,9 @@ class Network:
         if graph is None:  # ``at`` may name a value inside a form
             graph = prepared(recorded(model), model, forms=at is None)
         self.graph = needed(graph)
-        self.source = at if isinstance(at, Node) else self._output_of(at) if isinstance(at, str) else self.graph.input
+        self.source = (
+            at if isinstance(at, Node) else self._output_of(at, example) if isinstance(at, str) else self.graph.input
+        )
         self.kept = self._kept()
         self.rules = self._rules(example)
         self.stages = self._stages()
@@ -182,8 +185,8 @@ class Network:
                 raise WrongDerivative
         return True
 
-    def _output_of(self, path: str) -> Node:
-        """The value that the module at ``path`` computes last."""
+    def _output_of(self, path: str, example: Tensor) -> Node:
+        """The output of the module at ``path``, which has to be the value that it computes last."""
         places = {node: node.path.removeprefix("net.") for node in self.graph.nodes if node.single}
         module = path.removeprefix("net.")
         inside = [node for node, place in places.items() if f"{place}.".startswith(f"{module}.")]
@@ -191,6 +194,18 @@ class Network:
             modules = dict.fromkeys(".".join(place.split(".")[:2]) for place in places.values())
             listed = ", ".join(place for place in modules if place not in ("", "net"))
             raise InputError(f"no operation of the network belongs to at={path!r}; it has {listed}")
+        outputs: list[Any] = []
+        hook = self.model.net.get_submodule(module).register_forward_hook(lambda *call: outputs.append(call[-1]))
+        try:
+            self.model(example)
+        finally:
+            hook.remove()
+        (last,) = self.graph.forward(self.graph.input, example[:, None], inside[-1:], {})
+        if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or not close(last[0], outputs[0], 1e-4):
+            raise InputError(
+                f"at={path!r} needs a module that runs once and returns the tensor that it computes last; "
+                "name one inside it, or before or after it"
+            )
         return inside[-1]
 
     def _kept(self) -> list[Node]:
