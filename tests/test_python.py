@@ -365,6 +365,7 @@ def test_another_thread_may_draw_random_numbers(images, method) -> None:
     def draw() -> None:
         while not ended.wait(0.02):
             torch.rand(3)
+            random.random()
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(draw)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import lipcert
 from benchmarks.draws import simulated
-from lipcert.errors import InputError
+from lipcert.errors import InputError, LipcertError
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import open_images
 from lipcert.results import read_run
@@ -383,32 +383,36 @@ def test_half_precision_is_the_classifier_that_is_smoothed() -> None:
     assert model.dtype == torch.float32
 
 
-def test_convolutions_run_channels_last_unless_the_network_refuses() -> None:
+def test_convolutions_run_channels_last_unless_the_network_needs_others() -> None:
+    formats: list[bool] = []
+
     class Seen(nn.Module):
         def __init__(self, flatten: Callable[[Tensor], Tensor]) -> None:
             super().__init__()
             self.conv, self.flatten = nn.Conv2d(3, 4, 3), flatten
-            self.formats: list[bool] = []
 
         def forward(self, x: Tensor) -> Tensor:
             both = (x, self.conv.weight)
-            self.formats.append(all(one.is_contiguous(memory_format=torch.channels_last) for one in both))
+            formats.append(all(one.is_contiguous(memory_format=torch.channels_last) for one in both))
             return self.flatten(self.conv(x)).sum(2)
 
     def counts(flatten: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[bool]]:
         torch.manual_seed(0)
         model = lipcert.load(Seen(flatten), mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 6, 6))
         smoothing = Smoothing(model, EPS, sigma=0.25, samples=100, all_samples=True)
-        formats = smoothing.model.net.formats
         formats.clear()
-        return smoothing.run(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))).count, formats
+        return smoothing.run(torch.rand(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))).count, [*formats]
 
     last, seen = counts(lambda x: x.flatten(2))
-    plain, never = counts(lambda x: x.view(len(x), -1).view(*x.shape[:2], -1))
     assert seen
     assert all(seen)
-    assert never
-    assert not any(never)
+    for other in (
+        lambda x: x.view(len(x), -1).view(*x.shape[:2], -1),
+        lambda x: x.as_strided((len(x), 4, 16), (64, 16, 1)),
+    ):
+        plain, never = counts(other)
+        assert never
+        assert not any(never)
     assert torch.equal(last, plain)
 
 
@@ -462,9 +466,31 @@ def test_networks_that_are_no_function_of_one_image() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) / x.abs().amax()
 
-    refused = ((Noisy(), "draws random"), (Counting(), "changes from one"))
-    for net, message in (*refused, (Mixing(), "on the batch"), (Scaling(), "on the batch")):
-        with pytest.raises(InputError, match=message):
+    class Slightly(HalfSpace):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1e-4 * x.mean()
+
+    class Graded(HalfSpace):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 if torch.is_grad_enabled() else -1)
+
+    class Noted(HalfSpace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted: dict[str, Tensor] = {}
+            self.register_forward_pre_hook(lambda _, images: self.noted.update(last=images[0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.noted["last"])
+
+    refused = (
+        (Noted(), "refer to the network itself"),
+        (Noisy(), "draws random"),
+        (Counting(), "changes its module"),
+        (Graded(), "whether gradients"),
+    )
+    for net, message in (*refused, *((net, "on the batch") for net in (Mixing(), Scaling(), Slightly()))):
+        with pytest.raises(LipcertError, match=message):
             Smoothing(wrapped(net), EPS, sigma=0.5)
 
 

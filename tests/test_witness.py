@@ -404,11 +404,18 @@ def test_what_torch_computes_in_float32_is_no_other_type_of_the_network(dtype):
         assert Certifier(loaded(Code(code)), 0.1, "global", dtype=dtype).bound.value > 0
 
 
-def test_numbers_of_a_generator_of_its_own_are_constants():
-    def noisy(z, x):
-        return z + torch.randn(6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(z)
-
-    assert Certifier(loaded(Code(noisy)), 0.1).bound.value > 0
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand((), generator=torch.Generator().manual_seed(0)),
+        lambda: random.Random(0).gauss(0, 1),
+        lambda: (random.getstate(), random.random(), random.setstate(_))[1] if (_ := random.getstate()) else None,
+    ],
+)
+def test_a_generator_of_its_own_or_put_back_is_refused(draw):
+    """It may be seeded anew for each image, or draw rarely: that cannot be known."""
+    with pytest.raises(UnsupportedCode, match="draws random numbers"):
+        Certifier(loaded(Code(lambda z, x: z + draw())), 0.1)
 
 
 def test_the_first_image_to_be_certified_is_looked_at_too():

@@ -354,12 +354,16 @@ def _difference(node: Node, other: Node, stands_for: Mapping[Node, Node], tolera
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """The numbers, texts and hooks in a module, and the versions of its parameters and buffers."""
+    """The numbers, texts, generators of NumPy and hooks in a module, and the versions of its parameters and buffers."""
     state: dict[str, Any] = {}
+
+    def seen(leaf: Any) -> Any:
+        plain = isinstance(leaf, (bool, int, float, complex, str, type(None)))
+        return repr(leaf) if plain else str(getattr(getattr(leaf, "bit_generator", None), "state", type(leaf)))
+
     for path, part in module.named_modules():
         kept = leaves([value for name, value in vars(part).items() if name != "_modules"])
-        plain = (bool, int, float, complex, str, type(None))
-        state[path] = type(part), [repr(leaf) if isinstance(leaf, plain) else type(leaf) for leaf in kept]
+        state[path] = type(part), [seen(leaf) for leaf in kept]
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         state[f"{name} "] = id(tensor), write_count(tensor)
     return state

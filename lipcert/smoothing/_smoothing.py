@@ -6,7 +6,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,12 +17,12 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lipcert.bounds import check_weights
 from lipcert.denoisers import Denoised
-from lipcert.errors import InputError, LipcertError, first_line
-from lipcert.graph import ONE_LOGIT, outputs_of, same_logits
+from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
+from lipcert.graph import ONE_LOGIT, examine, outputs_of, same_logits
 from lipcert.inputs.loading import number_of_classes
 from lipcert.model import Model, alone, check_labels
 from lipcert.norms import Rigor
-from lipcert.numerics import is_out_of_memory, watched, without_autocast, without_cudnn
+from lipcert.numerics import is_out_of_memory, without_autocast, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
 from lipcert.smoothing._certificates import SmoothedCertificates
 from lipcert.smoothing._lattice import cells, from_lattice, to_lattice
@@ -41,12 +40,12 @@ _MOST_IMAGES = 64
 _COPIES = 4
 # The tolerance for changes of an image's logits with the batch, relative to the largest logit; rounding is smaller.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_ROUNDING_HALF = 0.05
+_ROUNDING_HALF, _ROUNDING_DOUBLE = 0.05, 1e-9
 _DEPENDS = (
     "the network's logits for an image depend on the batch; smoothing needs draws that are independent of each other"
 )
 # Standard deviations of the noise in the test images; different images reveal networks that mix a batch.
-_SPREAD = (0.1, 0.5, 2.0)
+_SPREAD = (0.1, 2.0)
 
 Requests = Sequence[tuple[Tensor, int, range]]
 
@@ -76,8 +75,10 @@ class Smoothing:
             network and its denoiser run; ``"real"`` means the type of its weights.
 
     Raises:
-        InputError: settings or weights are not valid, the network draws random numbers, or its logits for an image
-            depend on other images of a batch.
+        InputError: settings or weights are not valid, or the network's logits for an image depend on other images of a
+            batch.
+        UnsupportedCode: the network draws random numbers, changes itself, depends on whether gradients are enabled, or
+            has a copy that computes something else.
     """
 
     # Attributes that certifiers of the network itself use; they are not used here.
@@ -112,7 +113,7 @@ class Smoothing:
         sigma, self.plan = cast(float, eps.sigma), plan_of(model, eps)
         self.skipped: dict[str, str] = {}
         check_weights(model)
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        self.model = _copied(model)
         if isinstance(self.model, Denoised):
             self.model.tell(self.plan.sigma)
         self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(self.model) == 1 else {}
@@ -161,6 +162,7 @@ class Smoothing:
         """
         return self._run(batch.images, batch.labels, batch.indices, claimed)
 
+    @torch.no_grad()
     def classes_of(self, images: Tensor, indices: Sequence[int], draws: range) -> list[Tensor]:
         """The class of each of these draws, -1 for none: one int64 tensor per image; nothing is certified."""
         points, _ = to_lattice(images.to(self.model.device))
@@ -309,42 +311,58 @@ def _check_reach(plan: Plan) -> None:
         )
 
 
-def _check_network(model: Model, sigma: float) -> None:
-    """Refuses a network that is not a fixed function of one image: draws would not be independent, and no bound valid.
+@torch.no_grad()
+def _copied(model: Model) -> Model:
+    """A copy for evaluation of a network whose code is examined as that of other certificates.
 
-    Runs it on a few noisy images twice, compares the states of the random number generators, and runs it on each image
-    alone.
+    Refuses a network whose copy computes something else, as hooks that refer to the network may.
+    """
+    copied = copy.deepcopy(model).eval()
+    image = from_lattice(noise(0, 0, range(1), model.input_size, 1.0, model.device), model.dtype)
+    with without_autocast(model.device):
+        half = model.dtype.itemsize < 4  # its kernels differ by much
+        examine(copy.deepcopy(copied).float() if half else copied, image.float() if half else image)
+        if not (model.training or same_logits(copied(image), model(image), _tolerance(model, image))):
+            raise UnsupportedCode([("hooks or functions that refer to the network itself, not to its copy", "")])
+    return copied
+
+
+@torch.no_grad()
+def _check_network(model: Model, sigma: float) -> None:
+    """Refuses a network whose logits for an image depend on its batch: draws would not be independent.
+
+    A batch of a few noisy images is compared with each of them alone, in float64 if the network runs in it, where
+    rounding hides less.
     """
     spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
-    drawn = from_lattice(noise(0, 0, range(len(_SPREAD)), model.input_size, sigma, model.device))
-    images = (0.5 + spread / sigma * drawn).to(model.dtype)
-    batches = [images, images, *images.split(1)]
+    images = 0.5 + spread / sigma * from_lattice(
+        noise(0, 0, range(len(_SPREAD)), model.input_size, sigma, model.device), torch.float64
+    )
     with without_autocast(model.device), without_cudnn():  # which computes in TF32, by kernels that depend on the batch
-        runs = [watched(partial(model, batch)) for batch in batches]
-    first, again, *each = (logits for logits, _ in runs)
-    tolerance = _tolerance(model, first)
-    if any(drew for _, drew in runs) or not same_logits(again, first, tolerance):
-        raise InputError(
-            "the network draws random numbers in its forward pass, or changes from one pass to the next; smoothing "
-            "needs a fixed function, to whose images it adds noise itself"
-        )
-    if not same_logits(torch.cat(each), first, tolerance):
+        try:
+            double = copy.deepcopy(model).double()
+            together, alone, tolerance = double(images), torch.cat([*map(double, images.split(1))]), _ROUNDING_DOUBLE
+        except Exception:  # code in another type, or a device without float64
+            images = images.to(model.dtype)
+            together, alone = model(images), torch.cat([*map(model, images.split(1))])
+            tolerance = _tolerance(model, together)
+    if not same_logits(alone, together, tolerance):
         raise InputError(_DEPENDS)
 
 
 @torch.no_grad()
 def _fastest_format(model: Model) -> torch.memory_format:
-    """Channels last, in which convolutions are faster and all else is as fast; the usual one if the network refuses it.
+    """Channels last, in which convolutions are faster and all else is as fast, unless the network's code needs others.
 
-    A ``view`` in the network's code may not accept the strides.
+    A ``view`` may not accept the strides, and ``as_strided`` reads other pixels.
     """
     converted = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
+    image = from_lattice(noise(0, 0, range(1), model.input_size, 1.0, model.device), model.dtype)
     try:
-        converted(image.to(memory_format=torch.channels_last))
+        same = same_logits(converted(image.to(memory_format=torch.channels_last)), model(image), _ROUNDING_HALF)
     except RuntimeError:
-        return torch.contiguous_format
-    return torch.channels_last
+        same = False
+    return torch.channels_last if same else torch.contiguous_format
 
 
 def _tolerance(model: Model, logits: Tensor) -> float:
