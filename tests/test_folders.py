@@ -204,7 +204,11 @@ def test_lists_of_classes(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('["cat", "Dog"]', "does not name dog (1 of 2 classes), but cat, Dog; "),
+        ('{"cat": 0, "Dog": 1}', "does not name dog (1 of 2 classes), but cat, Dog; "),
+        ('["cat", "dog"]', "names 2 classes in 2 entries, and the model has 10"),
+        ('{"cat": 0, "dog": 1, "emu": 10}', "gives emu the number 10, which is not 0 to 9; correct it"),
+        ('{"cat": 1, "dog": 2, "emu": 10}', "gives emu the number 10, which is not 0 to 9; it counts from 1"),
+        ('{"cat": 3, "dog": 1, "none": -1}', "gives none the number -1"),
         ('{"0": "cat", "1": "dog", "2": "cat"}', "cat the number 0 and cat the number 2"),
         ('{"cat": 3, "dog": 1.5}', "no list of classes"),
         ('{"cat": 3, "dog": 10}', "0 to 9"),
@@ -219,9 +223,22 @@ def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):
     (tmp_path / "c.json").write_text(text)
     refused(says, "c.json", spec=root, classes=tmp_path / "c.json", loaded=model(10))
     (tmp_path / "c.txt").write_text("cat\ndog\n")
-    refused("names 2 classes on 2 lines, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10))
+    refused(
+        "names 2 classes in 2 entries, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10)
+    )
     (tmp_path / "c.txt").write_text("cat 0\ndog 0\nemu 1\n")
     refused("cat the number 0 and dog the number 0", spec=root, classes=tmp_path / "c.txt", loaded=model(3))
+    (tmp_path / "c.txt").write_text("1 cat\n2 dog\n3 emu\n")  # of emu there are no images
+    refused("emu the number 3", "counts from 1", spec=root, classes=tmp_path / "c.txt", loaded=model(3))
+
+
+def test_of_two_numbers_on_a_line_neither_is_guessed_to_be_the_name(tmp_path):
+    root = write(tmp_path / "r", "1/1.png", "0/1.png")
+    (tmp_path / "c.txt").write_text("1 2\n2 0\n0 1\n")
+    refused("two numbers on each line", spec=root, classes=tmp_path / "c.txt", loaded=model(3))
+    for text in ("1 1\n2 0\n0 2\n", "2\n1\n0\n"):  # the first says the same either way
+        (tmp_path / "c.txt").write_text(text)
+        assert labels(open_images(root, model(3), classes=tmp_path / "c.txt")) == {"0/1.png": 2, "1/1.png": 1}
 
 
 def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):

@@ -82,9 +82,10 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
     A list has one name per line, in the order of the numbers, as timm's class maps; or a name and its number.
     """
     text = _text(Path(path))
-    mapping = Path(path).suffix.lower() == ".json"  # in which several names may be of one class
-    if mapping:
+    mapping = Path(path).suffix.lower() == ".json" and not text.lstrip().startswith("[")
+    if Path(path).suffix.lower() == ".json":
         pairs = _of_json(text, path)
+        lines = [name for name, _ in pairs]
     else:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if are_wordnet_ids([line.split()[0] for line in lines]):  # with what they mean after them
@@ -92,13 +93,26 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
         numbered = [re.fullmatch(r"(\d+)[\s,;:]+(\S.*)|(.*\S)[\s,;:]+(\d+)", line) for line in lines]
         if all(numbered) and not {*map(composed, names)} & {*map(composed, lines)}:
             pairs = [(m[2] or m[3], int(m[1] or m[4])) for m in numbered if m is not None]
+            turned = [(str(number), int(name)) for name, number in pairs if _DIGITS.fullmatch(name)]
+            if {name for name, _ in pairs} == {name for name, _ in turned} and {*turned} != {*pairs}:
+                raise InputError(
+                    f"{path} has two numbers on each line, either of which may be the name of a class; give the names "
+                    "alone, in the order of the classes"
+                )
         else:
             pairs = [(name, number) for number, name in enumerate(lines)]
-        if len({*lines}) != count or len(lines) != count:
-            raise InputError(
-                f"{path} names {len({*lines})} classes on {len(lines)} lines, and the model has {count}; give each one "
-                "line, and write nothing else"
-            )
+    if not mapping and not len({*lines}) == len(lines) == count:
+        raise InputError(
+            f"{path} names {len({*lines})} classes in {len(lines)} entries, and the model has {count}; give each one "
+            "entry, and write nothing else"
+        )
+    wrong = next(((name, number) for name, number in pairs if not 0 <= number < count), None)
+    if wrong is not None:
+        from_one = {min(number for _, number in pairs), max(number for _, number in pairs)} == {1, count}
+        raise InputError(
+            f"{path} gives {shortened(wrong[0])} the number {wrong[1]}, which is not 0 to {count - 1}; "
+            + ("it counts from 1, and classes count from 0: subtract 1" if from_one else "correct it")
+        )
     numbers = {composed(name): number for name, number in pairs}
     missing = [name for name in names if composed(name) not in numbers]
     if missing:
@@ -110,7 +124,7 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
     sharing: dict[str | int, list[tuple[str, int]]] = {}  # what is said of a name, and of a number
     for pair in pairs:
         sharing.setdefault(composed(pair[0]), []).append(pair)
-        if not mapping:
+        if not mapping:  # in which several names may be of one class
             sharing.setdefault(pair[1], []).append(pair)
     for name, number in found.items():
         same = {*sharing[composed(name)], *sharing.get(number, ())}
@@ -118,11 +132,6 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
             first = sorted(same, key=pairs.index)[:2]
             both = " and ".join(f"{shortened(other)} the number {n}" for other, n in first)
             raise InputError(f"{path} gives {both}; give each class its own name and number")
-    beyond = next((name for name, number in found.items() if not 0 <= number < count), None)
-    if beyond is not None:
-        raise InputError(
-            f"{path} gives {shortened(beyond)} the number {found[beyond]}, which is not 0 to {count - 1}; correct it"
-        )
     return found
 
 
