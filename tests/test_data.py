@@ -190,6 +190,18 @@ def test_an_orientation_that_is_not_applied_is_noted(tmp_path, suffix, noted):
     assert (images[0][0][0, 0, 0] > 0.5) == (not noted)
 
 
+@pytest.mark.parametrize(("kind", "noted"), [("tif", 1), ("gif", 1), ("webp", 1), ("mpo", 0)])
+def test_pages_and_frames_after_the_first_are_noted(tmp_path, kind, noted):
+    """But not the previews that cameras put behind a photograph."""
+    pages = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    pages[0].save(tmp_path / f"0.{kind}", save_all=True, append_images=pages[1:])
+    pages[1].save(tmp_path / "1.tif")
+    images = open_images(tmp_path, model())
+    assert images.sizes(9) == images.sizes(9) == [(8, 8)] * 2
+    assert sum("1 of 2 sampled images have several pages or frames" in note for note in images.notes) == noted
+    assert images[0][0][0, 0, 0] > 0.9
+
+
 def test_paths_without_images(tmp_path):
     refused(tmp_path / "none", "there is no folder or .tar file", "torch/")
     refused(write(tmp_path / "texts", {"a/1.txt": b"text"}), "holds no images", ".png")

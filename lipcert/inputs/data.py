@@ -412,7 +412,7 @@ class _ReadImages(Images):
 
     def sizes(self, count: int) -> list[tuple[int, int]]:
         sizes: list[tuple[int, int]] = []
-        turned = 0
+        turned = several = 0
         if self.reader is None:
             return sizes
         for index in self.order[:: max(1, len(self) // count)][:count]:
@@ -422,9 +422,12 @@ class _ReadImages(Images):
                 with file, _opened(file) as image:
                     sizes.append(image.size)
                     turned += image.format != "TIFF" and image.getexif().get(274, 1) != 1  # Pillow turns those of TIFF
-        note = f"{turned} of {len(sizes)} sampled images have an EXIF orientation, unused as in timm"
-        if turned and note not in self.notes:
-            self.notes.append(note)
+                    several += image.format != "MPO" and getattr(image, "n_frames", 1) > 1  # a camera's has previews
+        of_pages = "several pages or frames, of which the first is used"
+        for number, what in ((turned, "an EXIF orientation, unused as in timm"), (several, of_pages)):
+            note = f"{number} of {len(sizes)} sampled images have {what}"
+            if number and note not in self.notes:
+                self.notes.append(note)
         return sizes
 
     def _name(self, index: int) -> str:
