@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,22 @@ def test_file_that_names_its_architecture(tiny_net, tmp_path):
 def test_file_without_an_architecture_asks_for_the_name(tiny_net, tmp_path):
     torch.save(tiny_net.state_dict(), tmp_path / "w.pth")
     fails(LoadError, "w.pth", "checkpoint=", source=tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "says"),
+    [
+        ({"arch": "ResNet18"}, "its architecture is ResNet18, which timm does not have (did you mean resnet18 or "),
+        ({"args": {"model": "my_network"}}, "its architecture is my_network, which timm does not have; give the timm"),
+        ({"hyper_parameters": {"model_name": ""}, "arch": 18}, "does not say which architecture"),
+    ],
+)
+def test_file_that_names_an_architecture_of_another_library(tiny_net, tmp_path, recorded, says):
+    torch.save({**recorded, "state_dict": tiny_net.state_dict()}, tmp_path / "w.pth")
+    fails(LoadError, "w.pth", says, "checkpoint=", source=tmp_path / "w.pth")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load("vit_tiny_patch16_224", checkpoint=tmp_path / "w.pth", **TINY)
 
 
 def test_module_with_pixels():
@@ -253,7 +270,7 @@ def test_whether_thehub_answers(monkeypatch):
     assert not _timm.hub_answers()
 
 
-def hub_snapshot(folder: Path, net: nn.Module) -> None:
+def hub_snapshot(folder: Path, net: nn.Module, **more) -> None:
     """A model as the hub stores it, with arguments that differ from the architecture's own."""
     folder.mkdir(parents=True)
     config = {
@@ -271,6 +288,7 @@ def hub_snapshot(folder: Path, net: nn.Module) -> None:
             "classifier": "head",
             "first_conv": "patch_embed.proj",
         },
+        **more,
     }
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(net.state_dict(), folder / "model.safetensors")
@@ -295,6 +313,18 @@ def test_folder_that_timm_saved(tiny_net, tmp_path):
     model = load(f"local-dir:{tmp_path / 'saved'}")
     assert_same_weights(model.net, tiny_net)
     assert model.source["name"] == "vit_tiny_patch16_224"
+    assert model.class_names == ()
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping", "too few"])
+def test_names_of_classes_are_those_of_a_hub_models_configuration(tiny_net, tmp_path, kind):
+    """But not where other weights are given, which may be for other classes."""
+    names = [*"jhgfedcbai"] if kind != "too few" else ["a", "b"]
+    hub_snapshot(tmp_path / "saved", tiny_net, label_names=dict(enumerate(names)) if kind == "mapping" else names)
+    name = f"local-dir:{tmp_path / 'saved'}"
+    assert load(name).class_names == load(load(name).net).class_names == (() if kind == "too few" else tuple(names))
+    torch.save(tiny_net.state_dict(), tmp_path / "w.pth")
+    assert load(name, checkpoint=tmp_path / "w.pth").class_names == ()
 
 
 def test_artifacts_are_complete(tmp_path):

@@ -187,6 +187,34 @@ def test_what_timms_training_records(tmp_path):
         load(file)
 
 
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        {"class_to_idx": {"c": 0, "a": 1, "b": 2}},
+        {"idx_to_class": {0: "c", 1: "a", 2: "b"}},
+        {"class_names": ["a", "b"], "hyper_parameters": {"classes": ("c", "a", "b")}},
+        {"config": {"id2label": {"0": "c", "1": "a", "2": "b"}}, "class_to_idx": {"1": 0, "2": 1, "3": 3}},
+        {"args": argparse.Namespace(class_names=["c", "a", "b"], classes=3)},
+    ],
+)
+def test_names_of_classes_that_training_recorded(net, tmp_path, recorded):
+    torch.save({"state_dict": net.state_dict(), **recorded}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="classes c, a, b"):
+        model = load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+    assert model.class_names == ("c", "a", "b")
+    lipcert.save(model, tmp_path / "a.safetensors")
+    assert load(tmp_path / "a.safetensors").class_names == ("c", "a", "b")
+
+
+@pytest.mark.parametrize(
+    "names", [["a", "b"], ["a", "b", "b"], [0, 1, 2], {"a": 1, "b": 2, "c": 3}, {"a": 0, "b": [1]}]
+)
+def test_names_that_are_not_those_of_the_classes_are_left_out(net, tmp_path, names):
+    torch.save({"state_dict": net.state_dict(), "classes": names}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="names of other classes than the model's: they are left out"):
+        assert load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN).class_names == ()
+
+
 @settings(max_examples=15)
 @given(data=st.data())
 def test_weights_are_never_matched_by_their_order(tmp_path_factory, data):

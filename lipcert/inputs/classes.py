@@ -9,7 +9,8 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +143,31 @@ def _of_json(text: str, path: str | os.PathLike[str]) -> list[tuple[str, int]]:
         for key in ("id2label", "label2id"):
             if isinstance(content, dict) and isinstance(content.get(key), dict):
                 content = content[key]
-        if isinstance(content, list):
-            return [(str(name), number) for number, name in enumerate(content)]
-        if all(type(value) is int for value in content.values()) or not any(map(_DIGITS.fullmatch, content)):
-            return [(name, int(str(value))) for name, value in content.items()]
-        return [(str(value[0] if isinstance(value, list) else value), int(key)) for key, value in content.items()]
+        return _pairs(content)
     except (AttributeError, IndexError, ValueError) as error:
         raise InputError(
             f"{path} is no list of classes ({first_line(error)}); give a JSON list of names, or an object of names and "
             "their numbers"
         ) from error
+
+
+def _pairs(content: Any) -> list[tuple[str, int]]:
+    if isinstance(content, (list, tuple)):
+        return [(str(name), number) for number, name in enumerate(content)]
+    content = {str(key): value for key, value in content.items()}
+    if all(type(value) is int for value in content.values()) or not any(map(_DIGITS.fullmatch, content)):
+        return [(name, int(str(value))) for name, value in content.items()]
+    return [(str(value[0] if isinstance(value, list) else value), int(key)) for key, value in content.items()]
+
+
+def recorded_names(content: Any, count: int) -> tuple[str, ...]:
+    """The names of ``count`` classes by a list of texts, or a mapping in either direction; () where it has no such."""
+    with suppress(AttributeError, IndexError, TypeError, ValueError):
+        names = {number: name for name, number in _pairs(content)}
+        of_texts = isinstance(content, Mapping) or all(isinstance(name, str) for name in content)
+        if of_texts and {*names} == {*range(count)} and len({*map(composed, names.values())}) == len(content):
+            return tuple(names[number] for number in range(count))
+    return ()
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import os
 import re
 import warnings
@@ -20,9 +21,11 @@ from torch.nn.utils import parametrize
 from torchvision.transforms import Normalize
 from torchvision.transforms.v2 import Normalize as Normalize2
 
-from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line
+from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line, shortened
 from lipcert.graph import first_run, reason_of_failure
 from lipcert.inputs.artifact import load_artifact
+from lipcert.inputs.classes import recorded_names
+from lipcert.inputs.files import listing
 from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.sources import BUNDLED, Source, is_artifact
 from lipcert.inputs.timm_networks import create_net, rebuild_recipe, takes_size
@@ -136,12 +139,13 @@ def load(
             return load_artifact(name)
         if checkpoint is not None:
             raise InputError(f"{name} and {checkpoint} are two files; give a timm name with {as_given('checkpoint=')}")
-        architecture = read_checkpoint(name).name
-        if architecture is None:
-            raise LoadError(
-                f"{name} does not say which architecture its weights belong to; "
-                f"give the timm name, and the file with {as_given('checkpoint=')}"
-            )
+        architecture, what = read_checkpoint(name).name or "", "does not say which architecture its weights belong to"
+        if not timm.is_model(architecture):
+            if architecture:
+                close = difflib.get_close_matches(architecture.lower(), timm.list_models(), 3)
+                similar = f" (did you mean {' or '.join(close)}?)" if close else ""
+                what = f"says that its architecture is {shortened(architecture)}, which timm does not have{similar}"
+            raise LoadError(f"{name} {what}; give the timm name, and the file with {as_given('checkpoint=')}")
         checkpoint, name = name, architecture
     if not isinstance(checkpoint, (str, os.PathLike, NoneType)):
         raise InputError(
@@ -195,8 +199,9 @@ def _from_name(
         net = create_net(name, pretrained=pretrained, arguments=arguments)
         return _wrap(net, name, name, pixels, arguments, rebuild_recipe(name, arguments), features)
     content = read_checkpoint(checkpoint)
-    if content.name is not None and content.name.partition(".")[0] != name.partition(".")[0]:
-        warnings.warn(f"{checkpoint} says that its weights are of {content.name}, and not of {name}", stacklevel=4)
+    recorded_name = content.name or ""
+    if timm.is_model(recorded_name) and recorded_name.partition(".")[0] != name.partition(".")[0]:
+        warnings.warn(f"{checkpoint} says that its weights are of {recorded_name}, and not of {name}", stacklevel=4)
     new_head = new_head and "num_classes" in arguments
     arguments = {**content.arguments, **arguments}
     size = content.pixels.get("size")
@@ -207,20 +212,20 @@ def _from_name(
     recorded_pixels = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
     if size is not None and "img_size" not in arguments:
         recorded_pixels["input_size"] = (arguments.get("in_chans", 3), *size)
-    model = _wrap(
-        net, name, str(checkpoint), {**recorded_pixels, **pixels}, arguments, rebuild_recipe(name, arguments), features
-    )
+    pixels, names = {**recorded_pixels, **pixels}, content.pixels.pop("class_names", [])
+    model = _wrap(net, name, str(checkpoint), pixels, arguments, rebuild_recipe(name, arguments), features, names)
     for key in ("crop_pct", "interpolation"):
         if key in content.pixels:
             model.data_config[key] = content.pixels[key]
     recorded = {**content.arguments, **{key: value for key, value in content.pixels.items() if value}}
+    if model.class_names:
+        recorded["classes"] = listing(model.class_names)
+    elif names and not features:
+        warnings.warn(f"{checkpoint} records names of other classes than the model's: they are left out", stacklevel=4)
     if recorded:
-        listing = ", ".join(
-            f"{key} {' '.join(map(str, v)) if isinstance(v, list) else v}" for key, v in recorded.items()
-        )
+        what = ", ".join(f"{key} {' '.join(map(str, v)) if isinstance(v, list) else v}" for key, v in recorded.items())
         warnings.warn(
-            f"{checkpoint} records how it was trained, which is used where you give nothing else: {listing}",
-            stacklevel=4,
+            f"{checkpoint} records how it was trained, which is used where you give nothing else: {what}", stacklevel=4
         )
     return model
 
@@ -233,8 +238,13 @@ def _wrap(
     arguments: dict[str, Any],
     source: dict[str, Any],
     features: bool,
+    names: Sequence[Any] | None = None,
 ) -> Model:
-    """Wraps a network, with preprocessing from the caller or else from its own configuration, and tries it once."""
+    """Wraps a network, with preprocessing from the caller or else from its own configuration, and tries it once.
+
+    The names of its classes are the first of ``names`` that fit; where those are None, its weights are those of its
+    configuration, and so are the names.
+    """
     for path, part in net.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{path} of {label}" if path else label
@@ -268,7 +278,9 @@ def _wrap(
     model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
     model.mean, model.std = model.mean.to(model.dtype), model.std.to(model.dtype)
     if not features:
-        _logits(model, label)
+        count = _logits(model, label).shape[1]
+        names = [dict(getattr(net, "pretrained_cfg", None) or {}).get("label_names")] if names is None else names
+        model.class_names = next(filter(None, (recorded_names(one, count) for one in names)), ())
     return model
 
 

@@ -36,6 +36,7 @@ _WRAPPERS = (
 )  # fmt: skip
 _NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
 _NAMES = ("model", "model_name", "arch", "architecture", "backbone")
+_CLASSES = ("class_to_idx", "idx_to_class", "class_names", "label_names", "id2label", "label2id", "classes")
 # Tensors that tools add to a state dict and that no network reads.
 _ADDED = ("total_ops", "total_params", "n_averaged", "_extra_state")
 # Names that tell that the stored weights are not those of the network, and what to do.
@@ -158,11 +159,12 @@ def _is_architecture(name: Any) -> bool:
 
 
 def _of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
-    """What timm's ``train.py`` and Lightning record beside the weights: architecture, arguments, preprocessing."""
+    """What training scripts record beside the weights: architecture, arguments, preprocessing with ``class_names``."""
     args, hyper = content.get("args"), content.get("hyper_parameters")
     options = dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
     named = {**(hyper if isinstance(hyper, Mapping) else {}), **options}
-    name = next((one[key] for one in (content, named) for key in _NAMES if _is_architecture(one.get(key))), None)
+    names = [one[key] for one in (content, named) for key in _NAMES if isinstance(one.get(key), str)]
+    name = next(filter(_is_architecture, names), next(iter(names), None))  # timm's first, then any other
     whole = (("num_classes", named), ("in_chans", options))
     arguments = {key: place[key] for key, place in whole if type(place.get(key)) is int}
     if isinstance(options.get("gp"), str):
@@ -180,6 +182,10 @@ def _of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
         pixels["crop_pct"] = float(options["crop_pct"])
     if options.get("interpolation") in INTERPOLATIONS:
         pixels["interpolation"] = options["interpolation"]
+    tables = (content, named, *(one for one in content.values() if isinstance(one, Mapping)))
+    pixels["class_names"] = [
+        one[key] for key in _CLASSES for one in tables if isinstance(one.get(key), (Mapping, list, tuple))
+    ]
     return name, arguments, pixels
 
 
