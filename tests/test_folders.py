@@ -205,7 +205,7 @@ def test_lists_of_classes(tmp_path, name, text):
     ("text", "says"),
     [
         ('{"cat": 0, "Dog": 1}', "does not name dog (1 of 2 classes), but cat, Dog; "),
-        ('["cat", "dog"]', "names 2 classes in 2 entries, and the model has 10"),
+        ('["cat", "dog"]', "names 2 classes, and the model has 10"),
         ('{"cat": 0, "dog": 1, "emu": 10}', "gives emu the number 10, which is not 0 to 9; correct it"),
         ('{"cat": 1, "dog": 2, "emu": 10}', "gives emu the number 10, which is not 0 to 9; it counts from 1"),
         ('{"cat": 3, "dog": 1, "none": -1}', "gives none the number -1"),
@@ -224,7 +224,7 @@ def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):
     refused(says, "c.json", spec=root, classes=tmp_path / "c.json", loaded=model(10))
     (tmp_path / "c.txt").write_text("cat\ndog\n")
     refused(
-        "names 2 classes in 2 entries, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10)
+        "names 2 classes, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10)
     )
     (tmp_path / "c.txt").write_text("cat 0\ndog 0\nemu 1\n")
     refused("cat the number 0 and dog the number 0", spec=root, classes=tmp_path / "c.txt", loaded=model(3))
@@ -278,7 +278,13 @@ def test_labels_of_a_flat_folder(tmp_path, text):
     ("text", "says"),
     [
         ("filename,label\nx1.png,1\n", "no label for 1 of 2"),
-        ("filename,label\nx1.png,0.5\nx2.png,1\n", "such as 1 and 0.5"),
+        ("filename,label\nx1.png,0.5\nx2.png,1\n", "has the label 0.5, which is not 0 to 1"),
+        ("filename,label\nx1.png,0\nx2.png,1\nx3.png,2\nx4.png,NA\n", "has the label 2"),
+        ("filename,label\nx1.png,1\nx2.png,1\nx3.png,2\nx4.png,-1\n", "counts the 2 classes from 1"),
+        ("filename,label\nx1.png,1\nx2.png,0\nx3.png,dog\n", "such as 1 and dog"),
+        ("filename,label\ntrain/x1.png,1\ntrain/x2.png,0\n", "such as x1.png; it has those of train/x1.png, train/x2"),
+        ("filename,label\n/d/train/x1.png,1\n/d/train/x2.png,0\n", "such as x1.png; it has those of /d/train/x1.png"),
+        ("first,second,label\nx1.png,x2.png,1\nx2.png,x1.png,0\n", "first and second may be the names of the files"),
         ("filename,label\nx1.png,1\nx2.png,2\n", "from 1"),
         ("filename,label\nx1.png,1\nx2.png,5\n", "label 5"),
         ("filename,label\nx1.png,1\nx1.png,0\n", "several labels for x1.png: 1;0"),
@@ -451,7 +457,7 @@ def test_accents_are_the_same_composed_and_decomposed(tmp_path, lines):
         'file\tlabel\tnotes\n0.png\t1\ta, b; c\n1.png\t0\t\n',
         'file,label,notes\n0.png,1,"two\nlines"\n1.png,0,\n',
         'sep=;\nfile;label\n0.png;1\n1.png;0\n',
-        'file,label\n0.png,1\n1.png,0\n2.png,cat;dog\n3.png,99\n4.png,1\n4.png,0\nTotal\n',
+        'file,label\n0.png,1\n1.png,0\n2.png,0;1\n3.png,\n4.png,1\n4.png,0\nTotal\n',
     ],
 )  # fmt: skip
 def test_the_header_alone_decides_the_delimiter(tmp_path, text):

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import posixpath
 import re
 import unicodedata
 from collections import Counter
@@ -20,10 +21,18 @@ from lipcert.errors import InputError, first_line, shortened
 from lipcert.inputs.files import listing, printable
 from lipcert.inputs.formats import told
 
-# Names of columns, in which case, spaces and signs do not count.
-_FILE_COLUMNS = ("filename", "file", "path", "filepath", "image", "imageid", "img", "id", "name")
+# Folders that hold all images of a data set, and are no class.
+CONTAINERS = frozenset(("images", "image", "imgs", "img", "data", "dataset"))
+# Names of columns, in which case, spaces and signs do not count: of files, of numbers of rows, and of labels.
+_FILE_COLUMN = re.compile("(?:image|img|photo|picture|file|path)(?:file|path|name|id)?s?")
+_ROW_COLUMNS = ("", "index", "unnamed0")
 _LABEL_COLUMNS = ("label", "labels", "classid", "class", "target", "category")
+_SEVERAL = re.compile("[;|]")  # between the labels of one file
+_MISSING = ("-1", "na", "n/a", "nan", "none", "null", "?")  # in place of the number of a class
 _DIGITS = re.compile("[0-9]+")
+_NUMBER = re.compile(r"-?\d+(\.\d*)?|-?\.\d+")
+# The end of a path from the last folder on that has a name of its own.
+_OWN = re.compile(rf"[^/]*(?:/(?:{'|'.join(CONTAINERS)}))*$", re.IGNORECASE)
 _WNID = re.compile(r"n\d{8}")
 
 
@@ -83,10 +92,9 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
     A list has one name per line, in the order of the numbers, as timm's class maps; or a name and its number.
     """
     text = _text(Path(path))
-    mapping = Path(path).suffix.lower() == ".json" and not text.lstrip().startswith("[")
+    mapping = False
     if Path(path).suffix.lower() == ".json":
-        pairs = _of_json(text, path)
-        lines = [name for name, _ in pairs]
+        pairs, mapping = _of_json(text, path), not text.lstrip().startswith("[")
     else:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if are_wordnet_ids([line.split()[0] for line in lines]):  # with what they mean after them
@@ -94,25 +102,21 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
         numbered = [re.fullmatch(r"(\d+)[\s,;:]+(\S.*)|(.*\S)[\s,;:]+(\d+)", line) for line in lines]
         if all(numbered) and not {*map(composed, names)} & {*map(composed, lines)}:
             pairs = [(m[2] or m[3], int(m[1] or m[4])) for m in numbered if m is not None]
-            turned = [(str(number), int(name)) for name, number in pairs if _DIGITS.fullmatch(name)]
-            if {name for name, _ in pairs} == {name for name, _ in turned} and {*turned} != {*pairs}:
-                raise InputError(
-                    f"{path} has two numbers on each line, either of which may be the name of a class; give the names "
-                    "alone, in the order of the classes"
-                )
+            turned = {(str(number), int(name)) for name, number in pairs if _DIGITS.fullmatch(name)}
+            if turned != {*pairs} and {name for name, _ in turned} == {name for name, _ in pairs}:
+                raise InputError(f"{path} has two numbers on each line; give names alone, in the order of the classes")
         else:
             pairs = [(name, number) for number, name in enumerate(lines)]
-    if not mapping and not len({*lines}) == len(lines) == count:
+    if not mapping and len(pairs) != count:
         raise InputError(
-            f"{path} names {len({*lines})} classes in {len(lines)} entries, and the model has {count}; give each one "
-            "entry, and write nothing else"
+            f"{path} names {len(pairs)} classes, and the model has {count}; give each one entry, and write nothing else"
         )
     wrong = next(((name, number) for name, number in pairs if not 0 <= number < count), None)
     if wrong is not None:
         from_one = {min(number for _, number in pairs), max(number for _, number in pairs)} == {1, count}
+        remedy = "it counts from 1, and classes count from 0: subtract 1" if from_one else "correct it"
         raise InputError(
-            f"{path} gives {shortened(wrong[0])} the number {wrong[1]}, which is not 0 to {count - 1}; "
-            + ("it counts from 1, and classes count from 0: subtract 1" if from_one else "correct it")
+            f"{path} gives {shortened(wrong[0])} the number {wrong[1]}, which is not 0 to {count - 1}; {remedy}"
         )
     numbers = {composed(name): number for name, number in pairs}
     missing = [name for name in names if composed(name) not in numbers]
@@ -121,19 +125,15 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
             f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes), but "
             f"{listing([*numbers])}; add them, or write them as the folders are called"
         )
-    found = {name: numbers[composed(name)] for name in names}
-    sharing: dict[str | int, list[tuple[str, int]]] = {}  # what is said of a name, and of a number
-    for pair in pairs:
-        sharing.setdefault(composed(pair[0]), []).append(pair)
-        if not mapping:  # in which several names may be of one class
-            sharing.setdefault(pair[1], []).append(pair)
-    for name, number in found.items():
-        same = {*sharing[composed(name)], *sharing.get(number, ())}
-        if len(same) > 1:
-            first = sorted(same, key=pairs.index)[:2]
-            both = " and ".join(f"{shortened(other)} the number {n}" for other, n in first)
-            raise InputError(f"{path} gives {both}; give each class its own name and number")
-    return found
+    found = {composed(name) for name in names}
+    earlier: dict[str | int, tuple[str, int]] = {}  # what is said of a name, and of a number
+    for name, number in pairs:
+        for key in (composed(name),) if mapping else (composed(name), number):
+            other = earlier.setdefault(key, (name, number))
+            if other != (name, number) and (not mapping or key in found):  # an object may have several names of a class
+                both = f"{shortened(other[0])} the number {other[1]} and {shortened(name)} the number {number}"
+                raise InputError(f"{path} gives {both}; give each class its own name and number")
+    return {name: numbers[composed(name)] for name in names}
 
 
 def _of_json(text: str, path: str | os.PathLike[str]) -> list[tuple[str, int]]:
@@ -189,85 +189,120 @@ class LabelList:
             text = text[said.end() :]
         sign = said[1] if said else next((sign for sign in "\t;," if sign in text.lstrip().partition("\n")[0]), " ")
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text), delimiter=sign) if any(row)]
-        head = [cell.lower() for cell in rows[0]] if rows else []
-        plain = [re.sub(r"[\W_]", "", cell) for cell in head]
-        file = next((plain.index(name) for name in _FILE_COLUMNS if name in plain), None)
-        found = [number for name in _LABEL_COLUMNS for number, other in enumerate(plain) if other == name]
-        label = found[0] if found else None
+        self.head = [cell.lower() for cell in rows[0]] if rows else []
+        self.plain = [re.sub(r"[\W_]", "", cell) for cell in self.head]
+        found = [number for name in _LABEL_COLUMNS for number, other in enumerate(self.plain) if other == name]
         self.described = str(path)
-        if file is not None and label is not None:
+        if found and len(found) < len(self.head):
             rows = rows[1:]
             if len(found) > 1:
-                others = listing([f"{head[number]} (column {number + 1})" for number in found[1:]])
-                self.described += f", by its column {label + 1}, {head[label]}, and not by {others}"
+                others = listing([f"{self.head[number]} (column {number + 1})" for number in found[1:]])
+                self.described += f", by its column {found[0] + 1}, {self.head[found[0]]}, and not by {others}"
         elif rows and all(len(row) == 2 and os.path.splitext(row[0])[1] for row in rows):
-            file, label = 0, 1
+            found = [1]
         else:
             raise InputError(
-                f"{path} has the columns {listing(head) or 'none'}; it needs one of file names, called filename, and "
-                "one of labels, called label"
+                f"{path} has the columns {listing(self.head) or 'none'}; it needs one of file names, called filename, "
+                "and one of labels, called label"
             )
-        self.labels: dict[str, str] = {}
-        for row in rows:
-            if len(row) > max(file, label):
-                name = composed(row[file].replace("\\", "/").removeprefix("./"))
-                self.labels[name] = ";".join(dict.fromkeys((self.labels.get(name, row[label]), row[label])))
-        self.keys = {name: name for name in self.labels}
-        for part in (0, 1):  # without its suffix, then without its folders
-            short = {name: (os.path.splitext(name)[0], os.path.basename(name))[part] for name in self.keys}
-            counts = Counter(short.values())
-            alone = {name for name in self.keys if counts[short[name]] == 1 and short[name] not in self.keys}
-            self.keys |= {short[name]: self.keys[name] for name in alone}
+        self.columns = [number for number in range(len(self.head)) if number not in found]
+        self.label, self.rows = found[0], [row for row in rows if len(row) > found[0]]
+        every = dict.fromkeys(part for row in self.rows for part in _SEVERAL.split(row[self.label]))
+        self.every = [label for label in every if label]
 
-    def of(self, names: Sequence[str]) -> list[str]:
-        """The labels of files, by the path below the folder or by the name alone, with or without its suffix."""
+    def of(self, names: Sequence[str], root: str) -> list[str]:
+        """The labels of files below a folder, by the column whose cells are their paths or the ends of these."""
+        columns = sorted(self._column(number, names, root) for number in self.columns)
+        *others, (surely, matched, column, found, labels) = columns
+        for surely_too, many, other, also, differently in others:
+            contradict = any(labels[found[name]] != differently[also[name]] for name in found.keys() & also.keys())
+            if surely_too == surely and 2 * many > matched and contradict:
+                both = f"{self.head[other]} and {self.head[column]}"
+                raise InputError(f"{self.path}: both {both} may be the names of the files; call one of them filename")
         keys: dict[str, str] = {}
         missing = []
         for name in names:
-            path = composed(name)
-            base = os.path.basename(path)
-            tries = (path, os.path.splitext(path)[0], base, os.path.splitext(base)[0])
-            key = next((self.keys[one] for one in tries if one in self.keys), None)
-            if key is None or not self.labels[key]:
+            key = found.get(name)
+            if key is None or not labels[key]:
                 missing.append(name)
-            elif re.search("[;|]", self.labels[key]):
+            elif _SEVERAL.search(labels[key]):
                 raise InputError(
-                    f"{self.path} has several labels for {shortened(key)}: {shortened(self.labels[key])}; keep one"
+                    f"{self.path} has several labels for {shortened(key)}: {shortened(labels[key])}; keep one"
                 )
             elif keys.setdefault(key, name) != name:
                 files = f"{shortened(keys[key])} and {shortened(name)}"
                 raise InputError(f"{self.path} has one label, of {shortened(key)}, for {files}; give it their paths")
         if missing:
             one = printable(missing[0])
-            remedy = "add them" if keys else f"it has those of {listing([*self.labels])}: write the names of the files"
+            remedy = "add them" if keys else f"it has those of {listing([*labels])}: write paths or names of the files"
             raise InputError(
                 f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}; {remedy}"
             )
-        return [self.labels[key] for key in keys]
+        return [labels[key] for key in keys]
 
-    def numbers(self, labels: Sequence[str], count: int) -> list[int] | None:
-        """The class numbers of labels that are numbers; None for names."""
-        numbers = [int(float(label)) for label in labels if re.fullmatch(r"-?\d+(\.0*)?", label)]
-        if not numbers:
-            if any(re.fullmatch(r"-?\d*\.\d+", label) for label in labels):
-                raise InputError(
-                    f"{self.path} has the label {labels[0]}, which is no class; give numbers from 0, or names"
-                )
+    def _column(
+        self, number: int, names: Sequence[str], root: str
+    ) -> tuple[tuple[bool, int], int, int, dict[str, str], dict[str, str]]:
+        """How surely a column is that of files, how many it has, its number, the entry of each, and all labels.
+
+        An entry is the end of a file's path, with or without a suffix. An absolute path that begins elsewhere, as on
+        another machine, has to lead through a folder that is called like the root.
+        """
+        own = re.escape(re.findall(_OWN, root)[0])
+        elsewhere = rf"(?:~|\w+:|(?=/)(?!/{re.escape(root.split('/')[1])}/)).*/{own}/"
+        labels: dict[str, str] = {}
+        for row in self.rows:
+            if len(row) > number:
+                path = re.sub(r"^(\.\./)+", "", posixpath.normpath(composed(row[number].replace("\\", "/"))))
+                path = re.sub(elsewhere, lambda _: f"{root}/", path)
+                labels[path] = ";".join(dict.fromkeys((labels.get(path, row[self.label]), row[self.label])))
+        times = Counter(os.path.splitext(path)[0] for path in labels)
+        entries = {stem: path for path in labels if times[stem := os.path.splitext(path)[0]] == 1}
+        entries |= {path: path for path in labels}
+        found: dict[str, str] = {}
+        for name in names:
+            parts = f"{root}/{composed(name)}".split("/")
+            ends = ("/".join(parts[start:]) for start in range(len(parts)))
+            key = next((one for end in ends for one in (end, os.path.splitext(end)[0]) if one in entries), None)
+            if key is not None:
+                found[name] = entries[key]
+        whole = any(f"{root}/{composed(name)}".endswith(key) for name, key in found.items())
+        known = 2 * bool(_FILE_COLUMN.fullmatch(self.plain[number])) + (self.plain[number] not in _ROW_COLUMNS)
+        return (whole, known), len(found), number, found, labels
+
+    def numbers(self, labels: Sequence[str], count: int, names: Sequence[str]) -> list[int] | None:
+        """The class numbers of labels that are numbers; None for names, which all may be among ``names``.
+
+        All labels of the list tell whether they are numbers and from where they count, also those of other files.
+        """
+        every = [*labels, *(label for label in self.every if label.lower() not in _MISSING)]
+        values = {label: float(label) for label in every if _NUMBER.fullmatch(label)}
+        if not values:
             return None
-        if len(numbers) < len(labels):
-            other = next(label for label in labels if not re.fullmatch(r"-?\d+(\.0*)?", label))
+        known = {float(name) if _NUMBER.fullmatch(name) else composed(name): n for n, name in enumerate(names)}
+        named = {label: known.get(values.get(label, composed(label))) for label in every}  # 01 is 1 is 1.0
+        other = next((label for label in every if label not in values), None)
+        beyond = next((label for label, value in values.items() if value not in range(count)), None)
+        if None not in named.values():
+            if other or beyond:
+                return None
+            if label := next((label for label in every if named[label] != values[label]), None):
+                raise InputError(
+                    f"{self.path} has the label {label}, the name of class {named[label]} and the number of another; "
+                    "say which by --classes FILE, with the labels one per line in the order of the classes"
+                )
+        if other is not None:
             raise InputError(
-                f"{self.path} has numbers and other labels, such as {numbers[0]} and {shortened(other)}; give numbers "
-                "alone, or names alone"
+                f"{self.path} has numbers and other labels, such as {next(iter(values))} and {shortened(other)}; give "
+                "numbers alone, or names alone"
             )
-        if min(numbers) == 1 and max(numbers) == count:
+        if min(values.values()) == 1 and max(values.values()) == count:
             raise InputError(f"{self.path} counts the {count} classes from 1, and labels count from 0; subtract 1")
-        beyond = next((number for number in numbers if not 0 <= number < count), None)
         if beyond is not None:
             raise InputError(
                 f"{self.path} has the label {beyond}, which is not 0 to {count - 1}; correct it, or give names"
             )
-        return numbers
+        return [int(values[label]) for label in labels]
 
 
 def _text(path: Path) -> str:

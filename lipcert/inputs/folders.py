@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Literal
 
 from lipcert.errors import InputError
 from lipcert.inputs.classes import (
+    CONTAINERS,
     LabelList,
     are_wordnet_ids,
     composed,
@@ -49,8 +50,6 @@ _UNLABELLED = frozenset(("calibrate", "predict"))
 _OF_SYSTEMS = frozenset(
     ("__MACOSX", "System Volume Information", "$RECYCLE.BIN", "lost+found", "@eaDir", "#recycle", "#snapshot")
 )
-# Folders that hold all images of a data set, and are no class.
-_CONTAINERS = frozenset(("images", "image", "imgs", "img", "data", "dataset"))
 
 
 @dataclass
@@ -184,7 +183,7 @@ class ImageFiles:
         while (top := files.wrapper()) is not None:
             inner = files.below(top)
             stem = os.path.splitext(os.path.basename(files.spec.rstrip("/")))[0]
-            wraps = files.archive or top.lower() in _CONTAINERS or top == stem or are_wordnet_ids(inner.tops())
+            wraps = files.archive or top.lower() in CONTAINERS or top == stem or are_wordnet_ids(inner.tops())
             if not wraps or any("/" not in path for path in inner.images):
                 while (deeper := inner.wrapper()) is not None:
                     inner = inner.below(deeper)
@@ -206,7 +205,7 @@ class ImageFiles:
                 f"{self.files.spec} has class folders, and {beside} of {len(self.samples)} images beside them, such as "
                 f"{one}; move these into the folder of their class, or elsewhere"
             )
-        named = (self.known or self.trained) and names[0].lower() not in _CONTAINERS if names else False
+        named = (self.known or self.trained) and names[0].lower() not in CONTAINERS if names else False
         if beside or (len(names) == 1 and classes is None and not named):
             if classes is not None:
                 raise InputError(
@@ -266,14 +265,16 @@ class ImageFiles:
             self.notes.append(f"{listing(empty)}: no images, but counted as a class")
 
     def _label_by_list(self, labels: LabelList, classes: str | os.PathLike[str] | None) -> None:
-        listed = labels.of(self.samples)
+        root = re.sub(r"\.tar$", "", os.path.abspath(self.files.spec)).replace(os.sep, "/")
+        root = os.path.dirname(root) if self.samples == [os.path.basename(root)] else root  # one image
+        listed = labels.of(self.samples, composed(root))
         if {*listed} == {"-1"}:
             self.notes.append(f"the labels in {labels.path} are hidden (-1): they are left out")
             return
-        if classes is None and (numbers := labels.numbers(listed, self.count)) is not None:
+        if classes is None and (numbers := labels.numbers(listed, self.count, self.known or self.trained)) is not None:
             self.targets, self.labels_by = numbers, labels.described
             return
-        named = self._numbers(natural([*{*labels.labels.values()} - {""}]), {*listed}, classes)
+        named = self._numbers(natural(labels.every), {*listed}, classes)
         self.targets, self.labels_by = [named[label] for label in listed], f"{labels.described}, {self.labels_by}"
 
     def __len__(self) -> int:
