@@ -223,9 +223,7 @@ def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):
     (tmp_path / "c.json").write_text(text)
     refused(says, "c.json", spec=root, classes=tmp_path / "c.json", loaded=model(10))
     (tmp_path / "c.txt").write_text("cat\ndog\n")
-    refused(
-        "names 2 classes, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10)
-    )
+    refused("names 2 classes, and the model has 10", spec=root, classes=tmp_path / "c.txt", loaded=model(10))
     (tmp_path / "c.txt").write_text("cat 0\ndog 0\nemu 1\n")
     refused("cat the number 0 and dog the number 0", spec=root, classes=tmp_path / "c.txt", loaded=model(3))
     (tmp_path / "c.txt").write_text("1 cat\n2 dog\n3 emu\n")  # of emu there are no images
@@ -263,6 +261,9 @@ def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):
         "filename,label\nx1.png,dog\nx2.png,cat\n",
         "filename,label\nval\\x1.png,1\nval\\x2.png,0\n",
         "Class ID,Image-Id\n1,x1\n0,x2\n",
+        "filename,label\n/elsewhere/val/x1.jpg,1\nC:\\\\data\\\\val\\\\x2.jpg,0\n",
+        ",diagnosed,label\nx1.png,2020,1\nx2.png,2021,0\n",
+        "filename,label\nx1.png,1\nx2.png,0\ntest/x2.png,\ntest/x1.png,NA\n",
     ],
 )
 def test_labels_of_a_flat_folder(tmp_path, text):
@@ -298,6 +299,69 @@ def test_labels_of_a_flat_folder(tmp_path, text):
 def test_labels_that_do_not_fit(tmp_path, text, says):
     (tmp_path / "labels.csv").write_text(text)
     refused(says, spec=write(tmp_path / "val", "x1.png", "x2.png"), labels=tmp_path / "labels.csv")
+
+
+@settings(max_examples=30)
+@given(
+    order=st.permutations(range(4)),
+    head=st.permutations(("id", "", "image_name", "fold", "label")),
+    suffix=st.sampled_from((".png", "", ".jpg")),
+    above=st.sampled_from(("", "val/", "root/val/", "../val/", "/elsewhere/val/")),
+    here=st.sets(st.integers(0, 3), min_size=1),
+)
+def test_the_column_of_files_is_told_by_its_cells(tmp_path_factory, order, head, suffix, above, here):
+    """Beside numbers of rows, of which each is the name of a file too."""
+    folder = tmp_path_factory.mktemp("x")
+    root = write(folder / "root" / "val", *(f"{i}.png" for i in sorted(here)))
+    rows = [{"id": order[i], "": i, "image_name": f"{above}{i}{suffix}", "fold": 0, "label": 3 - i} for i in range(4)]
+    lines = [",".join(head), *(",".join(str(row[name]) for name in head) for row in rows)]
+    (folder / "l.csv").write_text("\n".join(lines))
+    assert labels(open_images(root, model(4), labels=folder / "l.csv")) == {f"{i}.png": 3 - i for i in here}
+
+
+@pytest.mark.parametrize("listed", ["a/images/1.png", "train/images/1.png", "/data/train/images/1.png"])
+def test_a_list_for_another_folder_of_the_same_names_is_refused(tmp_path, listed):
+    root = write(tmp_path / "val", "images/1.png", "images/2.png")
+    (tmp_path / "l.csv").write_text(f"file,label\n{listed},1\n{listed.replace('1', '2')},0\n")
+    for spec in (root, root / "images"):
+        refused("no label for 2 of 2", f"it has those of {listed}", spec=spec, labels=tmp_path / "l.csv")
+
+
+@pytest.mark.parametrize(
+    ("names", "listed", "read"),
+    [
+        ("1 2 3", "1 2 3", [0, 1]),  # as numbers they would count from 1
+        ("1 2 3", "1 2 2", None),
+        ("01 02 03", "1 2 2", None),
+        ("1 2 3", "1 2 0", [1, 2]),  # 0 is no name
+        ("0 1 2", "1 2 2", [1, 2]),
+        ("20 30 stop", "30 stop 20", [1, 2]),
+        ("20 30 stop", "30 20 20", [1, 0]),
+        ("a b c", "1 2 2", [1, 2]),
+    ],
+)
+def test_labels_that_are_numbers_may_be_names_of_the_models_classes(tmp_path, names, listed, read):
+    """They are names where they can be no numbers; where they can be either, --classes says which."""
+    (tmp_path / "l.csv").write_text("file,label\n" + "".join(f"{i}.png,{x}\n" for i, x in enumerate(listed.split())))
+    root, known = write(tmp_path / "r", "0.png", "1.png"), model(3)
+    known.class_names = tuple(names.split())
+    if read is None:
+        refused("the name of class 0 and the number of another", spec=root, loaded=known, labels=tmp_path / "l.csv")
+        (tmp_path / "c.txt").write_text("2\n1\n0\n")
+        images = open_images(root, known, labels=tmp_path / "l.csv", classes=tmp_path / "c.txt")
+        assert [*labels(images).values()] == [1, 0]
+    else:
+        assert [*labels(open_images(root, known, labels=tmp_path / "l.csv")).values()] == read
+
+
+def test_labels_of_an_archive_and_of_one_image(tmp_path):
+    root = write(tmp_path / "val", "x1.png", "x2.png")
+    (tmp_path / "l.csv").write_text("file,label\nval/x1.png,1\nval/x2.png,0\n")
+    with tarfile.open(tmp_path / "val.tar", "w") as archive:
+        for name in ("x1.png", "x2.png"):
+            archive.add(root / name, name)
+    for spec, read in ((tmp_path / "val.tar", {"x1.png": 1, "x2.png": 0}), (root / "x2.png", {"x2.png": 0})):
+        assert labels(open_images(spec, model(), labels=tmp_path / "l.csv")) == read
 
 
 def test_one_label_is_not_that_of_two_files(tmp_path):

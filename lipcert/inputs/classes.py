@@ -61,8 +61,7 @@ def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whos
 def names_of(loader: object, count: int) -> tuple[str, ...]:
     """The names of the classes that a loader of training images goes by; () where it has none."""
     images = getattr(loader, "images", None) or getattr(loader, "dataset", None)
-    numbered = getattr(images, "class_names", None) or dict(enumerate(getattr(images, "classes", None) or ()))
-    return tuple(str(numbered[i]) for i in range(count)) if {*numbered} == {*range(count)} else ()
+    return recorded_names(getattr(images, "class_names", None) or getattr(images, "classes", None), count)
 
 
 def imagenet_names(count: int) -> Sequence[str]:
@@ -249,7 +248,7 @@ class LabelList:
         another machine, has to lead through a folder that is called like the root.
         """
         own = re.escape(re.findall(_OWN, root)[0])
-        elsewhere = rf"(?:~|\w+:|(?=/)(?!/{re.escape(root.split('/')[1])}/)).*/{own}/"
+        elsewhere = rf"^(?:~|\w+:|(?=/)(?!/{re.escape(root.split('/')[1])}/)).*/{own}/"
         labels: dict[str, str] = {}
         for row in self.rows:
             if len(row) > number:
@@ -283,26 +282,22 @@ class LabelList:
         named = {label: known.get(values.get(label, composed(label))) for label in every}  # 01 is 1 is 1.0
         other = next((label for label in every if label not in values), None)
         beyond = next((label for label, value in values.items() if value not in range(count)), None)
-        if None not in named.values():
-            if other or beyond:
-                return None
-            if label := next((label for label in every if named[label] != values[label]), None):
-                raise InputError(
-                    f"{self.path} has the label {label}, the name of class {named[label]} and the number of another; "
-                    "say which by --classes FILE, with the labels one per line in the order of the classes"
-                )
+        differs = next((label for label, value in values.items() if named[label] != value), None)
+        are_names, problem = None not in named.values(), None
         if other is not None:
-            raise InputError(
-                f"{self.path} has numbers and other labels, such as {next(iter(values))} and {shortened(other)}; give "
-                "numbers alone, or names alone"
-            )
-        if min(values.values()) == 1 and max(values.values()) == count:
-            raise InputError(f"{self.path} counts the {count} classes from 1, and labels count from 0; subtract 1")
-        if beyond is not None:
-            raise InputError(
-                f"{self.path} has the label {beyond}, which is not 0 to {count - 1}; correct it, or give names"
-            )
-        return [int(values[label]) for label in labels]
+            both = f"{next(iter(values))} and {shortened(other)}"
+            problem = f"has numbers and other labels, such as {both}; give numbers alone, or names alone"
+        elif min(values.values()) == 1 and max(values.values()) == count:
+            problem = f"counts the {count} classes from 1, and labels count from 0; subtract 1"
+        elif beyond is not None:
+            problem = f"has the label {beyond}, which is not 0 to {count - 1}; correct it, or give names"
+        elif are_names and differs is not None:
+            both, are_names = f"the name of class {named[differs]} and the number of another", False
+            remedy = "say which by --classes FILE, with the labels one per line in the order of the classes"
+            problem = f"has the label {differs}, {both}; {remedy}"
+        if problem is not None and not are_names:
+            raise InputError(f"{self.path} {problem}")
+        return None if problem is not None else [int(values[label]) for label in labels]
 
 
 def _text(path: Path) -> str:

@@ -240,11 +240,7 @@ def _wrap(
     features: bool,
     names: Sequence[Any] | None = None,
 ) -> Model:
-    """Wraps a network, with preprocessing from the caller or else from its own configuration, and tries it once.
-
-    The names of its classes are the first of ``names`` that fit; where those are None, its weights are those of its
-    configuration, and so are the names.
-    """
+    """Wraps a network, with preprocessing and class names as given or else as it is configured, and tries it once."""
     for path, part in net.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{path} of {label}" if path else label
