@@ -18,7 +18,7 @@ from lipcert.inputs.data import Images
 from lipcert.inputs.loading import load
 from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
 from lipcert.inputs.processes import Processes
-from lipcert.inputs.sources import Source
+from lipcert.inputs.sources import Source, is_artifact
 from lipcert.inputs.timm_networks import is_configured
 from lipcert.model import Model
 from lipcert.numerics import keep_freed
@@ -44,8 +44,11 @@ def load_model(
     """The model of a command on its device; reports which one it is if the user named none."""
     keep_freed()
     arguments = parse_model_args(asked.model_args)
-    if not source.file and not is_configured(source.name):
-        arguments |= asked.stated(arguments.get("in_chans", 3))
+    if not (source.file and is_artifact(source.name)):
+        stated = asked.stated(arguments.get("in_chans", 3))
+        if source.file or is_configured(source.name):  # whose channels are not known yet
+            stated.pop("input_size", None)
+        arguments |= stated
     if source.chosen:
         say(f"model: {source.described}; name a model to use another")
     torch.manual_seed(0)  # so that random weights are the same in every run

@@ -105,7 +105,16 @@ def test_the_normaliser_of_robustness(net, tmp_path):
     assert given.mean.flatten().tolist() == [0.5] * 3
 
 
-@pytest.mark.parametrize(("mean", "std", "prefix"), [("0.mean", "0.std", "1."), ("mu", "sigma", "model.")])
+@pytest.mark.parametrize(
+    ("mean", "std", "prefix"),
+    [
+        ("0.mean", "0.std", "1."),
+        ("mu", "sigma", "model."),
+        ("pixel_mean", "pixel_std", "model."),
+        ("norm.image_mean", "norm.image_std", "model."),
+        ("0.means", "0.sds", "1."),
+    ],
+)
 def test_normalisers_in_front_of_the_network(net, tmp_path, mean, std, prefix):
     """As of nn.Sequential(Normalize(), net), and of RobustBench: certified with the default they would be another."""
     numbers = {mean: torch.full((1, 3, 1, 1), 0.25), std: torch.full((1, 3, 1, 1), 0.5)}
@@ -115,6 +124,54 @@ def test_normalisers_in_front_of_the_network(net, tmp_path, mean, std, prefix):
     assert same(model, net)
     assert model.mean.flatten().tolist() == [0.25] * 3
     assert model.std.flatten().tolist() == [0.5] * 3
+
+
+FRONTS = {
+    "0.scale": torch.ones(1, 3, 1, 1),
+    "0.weight": torch.ones(3, 1, 1, 1),  # a convolution that normalises
+    "denoiser.conv.weight": torch.ones(8, 3, 3, 3),
+}
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_what_may_change_pixels_in_front_of_the_network_is_not_left_out(net, tmp_path, front):
+    others = {"head.weight": torch.ones(3, 512), "head.bias": torch.ones(3), "criterion.weight": torch.ones(3)}
+    torch.save({front: FRONTS[front], **others, **prefixed(net, "net.")}, tmp_path / "w.pth")
+    with pytest.raises(LoadError, match=rf"{front}, outside net\., may change pixels .* give .* mean= and std="):
+        load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+    with pytest.warns(UserWarning, match=rf"outside net\. left out \({front}"):
+        model = load(NAME, checkpoint=tmp_path / "w.pth", mean=0.5, std=0.5, **GIVEN)
+    assert same(model, net)
+    torch.save({**others, **prefixed(net, "net.")}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match=r"outside net\. left out \(head\.weight"):
+        load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+
+
+MEAN, STD = [0.2, 0.3, 0.4], [0.1, 0.2, 0.3]
+RECORDS = {
+    "beside the weights": {"mean": MEAN, "std": STD},
+    "lightning": {"hyper_parameters": {"data": {"image_mean": tuple(MEAN), "image_std": torch.tensor(STD)}}},
+    "arrays": {"args": argparse.Namespace(mean=np.array(MEAN), std=[np.float64(x) for x in STD])},
+    "texts": {"config": {"norm_mean": "0.2,0.3,0.4", "norm_std": "[0.1 0.2 0.3]"}},
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_mean_and_std_are_recorded_in_many_forms(net, tmp_path, kind):
+    torch.save({"state_dict": net.state_dict(), **RECORDS[kind]}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match=r"mean 0\.2 0\.3 0\.4, std 0\.1 0\.2 0\.3"):
+        model = load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+    assert model.mean.flatten().tolist() == pytest.approx(MEAN)
+    assert model.std.flatten().tolist() == pytest.approx(STD)
+
+
+@pytest.mark.parametrize("record", [{"mean": MEAN}, {"args": {"mean": None, "std": STD}}, {"mean": "ours", "std": STD}])
+def test_one_of_mean_and_std_is_not_taken_alone(net, tmp_path, record):
+    torch.save({"state_dict": net.state_dict(), "loss_mean": 0.3, "loss_std": 0.1, **record}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match=r"not both mean and std as numbers.* give mean= and std="):
+        model = load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
+    assert model.mean.flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
+    assert model.std.flatten().tolist() == pytest.approx([0.229, 0.224, 0.225])
 
 
 def test_what_does_not_fit_says_what_to_do(net, tmp_path):
@@ -139,7 +196,7 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     says(after_dropout, "its classifier has other layers than the model's: build the network with them in Python")
 
 
-@pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module"])
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])
 def test_wrappers_of_a_part_of_the_network(net, tmp_path, wrapper):
     """As of torch.compile(net.layer1), whose state dict has its name within those of tensors."""
     state = {key.replace("layer1.", f"layer1.{wrapper}."): value for key, value in net.state_dict().items()}

@@ -208,7 +208,9 @@ def _from_name(
     if size is not None and "img_size" not in arguments and takes_size(name):
         arguments["img_size"] = size[0] if size[0] == size[1] else size
     net = create_net(name, pretrained=False, arguments=arguments)
-    of_normaliser = load_weights(net, content.state, file=checkpoint, name=name, new_head=new_head)
+    known = {"mean", "std"} <= {*content.pixels, *pixels}
+    channels = None if known else arguments.get("in_chans", 3)
+    of_normaliser = load_weights(net, content.state, file=checkpoint, name=name, new_head=new_head, channels=channels)
     recorded_pixels = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
     if size is not None and "img_size" not in arguments:
         recorded_pixels["input_size"] = (arguments.get("in_chans", 3), *size)
@@ -223,7 +225,10 @@ def _from_name(
     elif names and not features:
         warnings.warn(f"{checkpoint} records names of other classes than the model's: they are left out", stacklevel=4)
     if recorded:
-        what = ", ".join(f"{key} {' '.join(map(str, v)) if isinstance(v, list) else v}" for key, v in recorded.items())
+        what = ", ".join(
+            f"{key} {' '.join(f'{x:.6g}' if isinstance(x, float) else str(x) for x in v) if isinstance(v, list) else v}"
+            for key, v in recorded.items()
+        )
         warnings.warn(
             f"{checkpoint} records how it was trained, which is used where you give nothing else: {what}", stacklevel=4
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import safetensors
 import timm
 import torch
@@ -67,8 +69,9 @@ _FOREIGN = (
     (r"^backbone\.layers\.\d", _LIBRARY.format("mmpretrain")),
 )
 _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
-# What modules that normalise pixels call their mean and their standard deviation.
-_NORMALISERS = {"mean": "std", "_mean": "_std", "new_mean": "new_std", "mu": "sigma"}
+# What scripts, and modules that normalise pixels, call a mean, and what they call its standard deviation.
+_MEAN = re.compile(r"(_?(?:(?:data|dataset|image|img|input|new|norm\w*|pixel|rgb)_)?)(means?|mu)")
+_STD = {"mean": ("std", "sd", "stdev"), "means": ("stds", "sds"), "mu": ("sigma",)}
 # Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _REALS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))  # of 8 bits are scaled elsewhere
@@ -116,8 +119,9 @@ def _read_file(path: Path) -> StoredWeights:
         name = metadata.get("architecture")
         return StoredWeights(_Lazy(dict.fromkeys(keys, path)), name if _is_architecture(name) else None)
     content = _torch_load(path, reader == "zip")
-    name, arguments, pixels = _of_training(content if isinstance(content, Mapping) else {})
-    return StoredWeights(_tensors(content, path), name, arguments, pixels)
+    recorded = content if isinstance(content, Mapping) else {}
+    name, arguments, pixels = _of_training(recorded)
+    return StoredWeights(_tensors(content, path), name, arguments, {**_normalisation(recorded, path), **pixels})
 
 
 def _index_of(path: Path) -> Path | None:
@@ -171,13 +175,9 @@ def _of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
         arguments["global_pool"] = options["gp"]
     if isinstance(options.get("model_kwargs"), Mapping):
         arguments |= {key: value for key, value in options["model_kwargs"].items() if _is_simple(value)}
-    pixels: dict[str, Any] = {
-        key: [float(x) for x in options[key]] for key in ("mean", "std") if _numbers(options.get(key))
-    }
-    size = options.get("input_size") or options.get("img_size")
-    size = [size, size] if isinstance(size, int) else size
-    if isinstance(size, (list, tuple)) and _numbers(size):
-        pixels["size"] = [int(n) for n in size][-2:]
+    pixels: dict[str, Any] = {}
+    if size := _numbers(options.get("input_size") or options.get("img_size")):
+        pixels["size"] = [int(n) for n in (size * 2)[-2:]]
     if isinstance(options.get("crop_pct"), (int, float)) and not isinstance(options["crop_pct"], bool):
         pixels["crop_pct"] = float(options["crop_pct"])
     if options.get("interpolation") in INTERPOLATIONS:
@@ -189,9 +189,56 @@ def _of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
     return name, arguments, pixels
 
 
-def _numbers(value: Any) -> bool:
-    plain = isinstance(value, (list, tuple)) and len(value) > 0
-    return plain and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value)
+def _normalisation(content: Mapping[str, Any], path: Path) -> dict[str, list[float]]:
+    """Mean and standard deviation that are recorded beside the weights; neither, if one of them is missing."""
+    one = None
+    for record in _records(content) if content.keys() & {*_WRAPPERS} else ():
+        for key in (key for key in record if isinstance(key, str) and "mean" in key):
+            for std in _stds_of(key):
+                pair = {"mean": _numbers(record[key]), "std": _numbers(record.get(std))}
+                if all(pair.values()):
+                    return pair
+                one = key if any(pair.values()) else one
+    if one is not None:
+        given = f"{as_given('mean=')} and {as_given('std=')}"
+        warnings.warn(
+            f"{path} records {one}, but not both mean and std as numbers: not used; give {given}", stacklevel=5
+        )
+    return {}
+
+
+def _records(value: Any, depth: int = _NESTED) -> Iterator[Mapping[str, Any]]:
+    """The mappings that a checkpoint holds beside its weights, arguments first, and itself."""
+    value = vars(value) if isinstance(value, argparse.Namespace) else value
+    if isinstance(value, Mapping):
+        inner = {key: one for key, one in value.items() if key not in _WRAPPERS}
+        for key in ("args", "hyper_parameters", *inner) if depth else ():
+            yield from _records(inner.get(key), depth - 1)
+        yield inner
+
+
+def _stds_of(mean: str) -> list[str]:
+    """What the standard deviation may be called that belongs to a mean of this name; [] if it is none of pixels."""
+    named = _MEAN.fullmatch(mean)
+    return [] if named is None else [named[1] + std for std in _STD[named[2]]]
+
+
+def _numbers(value: Any) -> list[float]:
+    """The finite numbers of a number, a text, a tensor, an array or a sequence; [] of anything else."""
+    try:
+        if isinstance(value, _Omitted):  # of NumPy: the bytes of its numbers, and their type
+            parts = [*value.args, *value.state]
+            kind = next(part for part in parts if isinstance(part, _Omitted))
+            data = [part for part in parts if isinstance(part, bytes)][-1]
+            value = np.frombuffer(data, np.dtype(kind.args[0]).newbyteorder(kind.state[1])).tolist()
+        elif isinstance(value, (list, tuple)):
+            value = [*map(_numbers, value)]
+        elif isinstance(value, str):
+            value = [*map(float, re.findall(r"[^\s,()\[\]]+", value))]
+        numbers: list[float] = torch.as_tensor(value, dtype=torch.float64).flatten().tolist()
+    except (LookupError, RuntimeError, StopIteration, TypeError, ValueError):
+        return []
+    return numbers if not isinstance(value, bool) and all(map(math.isfinite, numbers)) else []
 
 
 def _is_simple(value: Any) -> bool:
@@ -199,16 +246,26 @@ def _is_simple(value: Any) -> bool:
 
 
 def load_weights(
-    net: nn.Module, state: Mapping[str, Tensor], *, file: str | os.PathLike[str], name: str, new_head: bool = False
+    net: nn.Module,
+    state: Mapping[str, Tensor],
+    *,
+    file: str | os.PathLike[str],
+    name: str,
+    new_head: bool = False,
+    channels: int | None = None,
 ) -> dict[str, list[float]]:
     """Copies a state dict into a network, by names, up to a prefix that they share; else as timm's own filter says.
 
     With ``new_head`` a classifier that is missing, or for another number of classes, is set to zero, and a warning says
     so. From zero, the first updates train it alone: a random one, with large gradients, destroys what the other layers
     have learned (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1). Returned are ``mean``
-    and ``std``, if a normaliser beside the network holds them.
+    and ``std``, if a normaliser beside the network holds them. With ``channels``, the number of those of an image,
+    other tensors beside it are refused that may change pixels first.
     """
     tensors = net.state_dict()
+    plain = {key.replace(".module.", "."): key for key in state}  # without DataParallel around parts
+    if len(plain) == len(state) and plain.keys() != state.keys() and not any(".module." in key for key in tensors):
+        state = {key: state[stored] for key, stored in plain.items()}
     for pattern, problem in _DERIVED:
         if any(re.search(pattern, key) for key in state if key not in tensors):
             raise LoadError(f"{file} {problem}")
@@ -274,7 +331,7 @@ def load_weights(
     for key in sorted(key for key in heads if key.endswith("weight")):
         what = f"is for {shapes[key][0][0]} classes" if key in shapes else "is missing"
         warnings.warn(f"{file}: {key} {what}, and the model has {len(tensors[key])}: it starts at zero", stacklevel=2)
-    return _normaliser(state, outside, prefix, file)
+    return _normaliser(state, outside, prefix, file, channels)
 
 
 def _fits(found: Mapping[str, str], state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
@@ -330,24 +387,42 @@ def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Ten
 
 
 def _normaliser(
-    state: Mapping[str, Tensor], outside: Sequence[str], prefix: str, file: str | os.PathLike[str]
+    state: Mapping[str, Tensor],
+    outside: Sequence[str],
+    prefix: str,
+    file: str | os.PathLike[str],
+    channels: int | None,
 ) -> dict[str, list[float]]:
     """Mean and standard deviation of a module that normalises pixels; says which tensors outside are left out."""
     pixels: dict[str, list[float]] = {}
     used: list[str] = []
     for key in outside:
         place, dot, last = key.rpartition(".")
-        other = f"{place}{dot}{_NORMALISERS.get(last)}"
-        if other in outside and state[key].numel() == state[other].numel() in (1, 3):
+        other = next((name for std in _stds_of(last) if (name := f"{place}{dot}{std}") in outside), None)
+        if other is not None and state[key].numel() == state[other].numel() in (1, 3):
             pixels = {"mean": state[key].flatten().tolist(), "std": state[other].flatten().tolist()}
             used = [key, other]
             numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
             warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=3)
             break
     unread = [key for key in outside if key not in used and key.rpartition(".")[2] not in _ADDED]
+    changes = (key for key in unread if _takes_pixels(key, state, channels))
+    if not pixels and channels is not None and (first := next(changes, None)) is not None:
+        raise LoadError(
+            f"{file}: {first}, outside {prefix}, may change pixels before the network; give the normalisation that was "
+            f"used, {as_given('mean=')} and {as_given('std=')}, or the whole network as a module in Python"
+        )
     if unread:
         warnings.warn(f"{file}: {_listed(f'outside {prefix} left out', unread)}", stacklevel=3)
     return pixels
+
+
+def _takes_pixels(key: str, state: Mapping[str, Tensor], channels: int | None) -> bool:
+    """Whether a tensor may be of a module on pixels: it has a number for each channel, or is a map from them."""
+    weight = f"{key.removesuffix('bias')}weight" if key.endswith("bias") else key  # biases are told by their weights
+    value = state[weight if weight in state else key]
+    from_pixels = value.numel() == channels or (value.dim() > 1 and value.shape[1] == channels)
+    return from_pixels and re.search("criterion|loss", key) is None  # of losses are the weights of classes
 
 
 def check_finite(net: nn.Module, origin: str) -> None:
@@ -413,14 +488,17 @@ class _Blank(type):
 class _Omitted(list[Any], metaclass=_Blank):
     """Stands for an object that is left out; making one, or a list or mapping of its type, runs nothing of the file."""
 
+    args: Any = ()
+    state: Any = ()
+
     def __new__(cls, *args: Any) -> _Omitted:
         return list.__new__(cls)
 
     def __init__(self, *args: Any):
-        pass
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
