@@ -375,6 +375,20 @@ def test_a_draw_without_a_class_counts_for_none() -> None:
     assert broken.radius[0] < sound.radius[0]
 
 
+@pytest.mark.parametrize(("dtype", "remedy"), [("float16", "; take bfloat16 or float32"), ("float32", "$")])
+def test_draws_that_give_nan_are_told(dtype: str, remedy: str) -> None:
+    class Large(HalfSpace):
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x) * 1e4 * torch.finfo(x.dtype).max
+            return logits - logits
+
+    with pytest.warns(UserWarning, match=rf"100% of \d+ draws give NaN in {dtype}{remedy}"):
+        found = Smoothing(wrapped(Large()), EPS, sigma=0.25, samples=50, dtype=dtype).run(
+            at_distances(torch.tensor([0.59]))
+        )
+    assert bool(found.abstained.all())
+
+
 def test_half_precision_is_the_classifier_that_is_smoothed() -> None:
     model = lipcert.load(None)
     found = Smoothing(model, EPS, sigma=0.25, samples=50, dtype="bfloat16").run(torch.rand(1, *model.input_size))

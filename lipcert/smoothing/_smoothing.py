@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
@@ -229,7 +230,12 @@ class Smoothing:
             classes = self._predict(torch.cat(noisy)).cpu()
             for (i, _), part in zip(pieces, classes.split([len(draws) for _, draws in pieces]), strict=True):
                 per_image[i].append(part.numpy())
-        return [np.concatenate(parts) for parts in per_image]
+        found = [np.concatenate(parts) for parts in per_image]
+        if found and "NaN" not in self.notes and (share := float((np.concatenate(found) < 0).mean())):
+            remedy = "; take bfloat16 or float32, which hold larger numbers" if self.dtype == "float16" else ""
+            self.notes["NaN"] = f"{share:.0%} of {sum(map(len, found))} draws give NaN in {self.dtype}{remedy}"
+            warnings.warn(self.notes["NaN"], stacklevel=2)
+        return found
 
     def _noise(self, index: int, draws: range) -> Tensor:
         return noise(self.seed, index, draws, self.model.input_size, self.plan.sigma, self.model.device)
