@@ -98,7 +98,10 @@ def certify(
     names: Sequence[str | None] = models or [None]
     several_models = len(names) > 1
     if several_models and asked_source.checkpoint is not None:
-        raise InputError("--checkpoint gives the weights of one model; certify several models one by one")
+        raise InputError(
+            f"--checkpoint is for one model, got {', '.join(map(str, names))}; several numbers of an option have "
+            "commas between, and several images are given as a folder"
+        )
     sources = [Source.of(name) for name in names]
     if sources[0].chosen and sources[0].shipped and data is not None:
         raise InputError(

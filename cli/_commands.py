@@ -171,6 +171,8 @@ class _Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         args = [_HOME.sub(_expanded, one) for one in _joined(args)]
+        if long := next((one for one in args if one.startswith(("–", "—"))), None):
+            ctx.fail(f"{long} begins with a long dash; type --{long.lstrip('–—')}")
         if not ctx.resilient_parsing:
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             one: Any

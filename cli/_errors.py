@@ -50,6 +50,9 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             complain(f"lipcert: out of memory ({first_line(error)}); use a smaller model or a larger machine")
             raise typer.Exit(2) from error
+        except ImportError as error:  # of torch and timm, whose files may not fit into memory
+            complain(f"lipcert: cannot import: {first_line(error)}; raise the memory limit (ulimit -v), or reinstall")
+            raise typer.Exit(2) from error
         except OSError as error:  # torch's import needs a folder for temporary files, for example
             complain(f"lipcert: {first_line(error)}; check the free space and permissions, or set another TMPDIR")
             raise typer.Exit(2) from error

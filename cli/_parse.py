@@ -30,6 +30,7 @@ def parse_duration(text: str | None) -> float:
     return seconds
 
 
+_WORDS = {"true": True, "false": False, "none": None, "null": None}  # in any case
 _NO_MODEL_ARGS = ("source", "pretrained", "checkpoint", "features", "new_head")  # of lipcert.load
 
 
@@ -37,7 +38,7 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
     """``KEY=VALUE`` pairs; a value is a Python literal if it can be read as one, else text."""
     arguments: dict[str, Any] = {}
     for pair in (text or "").split():
-        key, equals, value = pair.partition("=")
+        key, equals, value = pair.removesuffix(",").partition("=")
         if not equals or not key.isidentifier() or re.search(r",\w+=", value):
             raise InputError(f"--model-args takes KEY=VALUE pairs with spaces between, got {pair!r}")
         if key in _NO_MODEL_ARGS:
@@ -47,7 +48,7 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
         try:
             read = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            read = value
+            read = _WORDS.get(value.lower(), value)
         if arguments.setdefault(key, read) != read:
             raise InputError(f"--model-args gives {key} twice, {arguments[key]!r} and {read!r}; give it once")
     return arguments

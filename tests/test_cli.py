@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib
 import io
 import itertools
 import json
@@ -127,13 +128,22 @@ def test_what_is_no_eps(folder, text):
 
 
 def test_model_arguments():
-    text = "img_size=32 act_layer=gelu mean=(0.5,) flag=True name=a=b"
+    text = "img_size=32, act_layer=gelu, mean=(0.5,) flag=True name=a=b off=false global_pool=NONE sizes=32,16,"
     expected = {"img_size": 32, "act_layer": "gelu", "mean": (0.5,), "flag": True, "name": "a=b"}
+    expected |= {"off": False, "global_pool": None, "sizes": (32, 16)}
     assert _parse.parse_model_args(text) == expected
     assert _parse.parse_model_args(None) == {}
     for bad in ("img_size", "=3", "a-b=3", "img_size= 3", "features=128", "pretrained=True", "new_head=True"):
         with pytest.raises(InputError):
             _parse.parse_model_args(bad)
+
+
+def test_torch_that_cannot_be_imported(folder, monkeypatch):
+    def start(*_, **__):
+        raise ImportError("libtorch.so: failed to map segment from shared object")
+
+    monkeypatch.setattr(importlib.import_module("lipcert.cli._certify"), "start", start)
+    assert "failed to map segment from shared object; raise the memory limit" in refused("certify", "--eps", "0.1")
 
 
 def test_certify_prints_and_writes(artifact):
@@ -663,7 +673,9 @@ def test_many_models_with_the_same_file_name(artifact):
 def test_many_models_that_cannot_be_certified(artifact):
     command = ["certify", "--data", "images", "--eps", "0.1", *GLORO]
     Path("zoo.txt").touch()
-    assert "one by one" in refused(*command, "resnet18", "resnet34", "--checkpoint", "w.pth")
+    told = refused(*command, "resnet18", "--mean", "0.5", "0.4", "0.3", "--checkpoint", "w.pth")
+    assert "for one model, got resnet18, 0.4, 0.3; several numbers of an option have commas between" in told
+    assert "–limit begins with a long dash; type --limit" in refused(*command, "resnet18", "–limit", "3")
     assert "must be a folder" in refused(*command, "resnet18", "resnet34", "--out", "zoo.txt")
     assert "there is no file a.pth" in refused(*command, "a.pth", "b.pth")
 
