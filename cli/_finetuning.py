@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
+from lipcert.inputs.files import reserved
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.results import share
@@ -59,14 +61,14 @@ def _batches(of: TrainingImages, images: Images, model: Model, count: Callable[[
 def run(plan: Plan) -> None:
     """Trains the model and writes it to a file."""
     _augmentation(TrainingImages(**plan.images))  # checks its settings before the model is read
-    with torchrun() as processes:
-        Training(plan, processes)()
+    with torchrun() as processes, ExitStack() as stack:
+        Training(plan, processes, stack)()
 
 
 class Training:
     """One run of the command: the model, its images, the files that it writes, and what it says."""
 
-    def __init__(self, plan: Plan, processes: Processes):
+    def __init__(self, plan: Plan, processes: Processes, stack: ExitStack):
         self.plan, self.processes = plan, processes
         self.model = load_model(plan.source, plan.of_model, new_head=True)
         self.recipe, self.reason = plan.recipe, "asked for"
@@ -82,6 +84,8 @@ class Training:
         self.unfinished, self.best = (
             self.path.with_name(f"{self.path.name}.{kind}") for kind in ("checkpoint", "best")
         )
+        if processes.first:
+            stack.enter_context(reserved(self.unfinished))
         teacher = plan.teacher
         self.teacher = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
         check_trainable(self.model, self.asked, self.teacher)

@@ -29,6 +29,7 @@ from lipcert.cli import _finetuning
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
 from lipcert.inputs.data import Batch, Images, open_images
+from lipcert.inputs.files import reserved
 from lipcert.inputs.processes import Processes
 from lipcert.settings import GLOBAL, RECIPES, SCHEDULES, recipe_settings
 from lipcert.training import (
@@ -950,6 +951,14 @@ def test_the_command_writes_an_artifact(folder) -> None:
     assert not same(trained, load_artifact("small.lipcert.safetensors"))
     assert (folder / "small.lipcert.safetensors").read_bytes() == before
     assert not list(folder.glob("*.checkpoint"))
+
+
+def test_one_process_trains_to_a_file(folder) -> None:
+    arguments = ("small.lipcert.safetensors", *SHORT, "--loss", "ce", "--out", "s.safetensors")
+    with reserved(folder / "s.safetensors.checkpoint"):
+        assert "another process is writing" in refused(*arguments)
+    run(*arguments)
+    assert not list(folder.glob(".*.lock"))
 
 
 def test_the_command_takes_a_teacher_and_weights_for_other_classes(folder) -> None:

@@ -80,6 +80,16 @@ def lock(file: int, path: Path, shared: bool = False) -> bool:
     return True
 
 
+@contextmanager
+def reserved(path: Path) -> Iterator[None]:
+    """Locks a file that is made during the block, by another beside it, since a new one takes its place again."""
+    beside = path.with_name(f".{path.name}.lock")
+    with beside.open("w") as file:
+        lock(file.fileno(), path)
+        yield
+    beside.unlink(missing_ok=True)
+
+
 def check_name(path: Path) -> None:
     """Raises InputError for a path that cannot hold rows."""
     if path.is_dir():
