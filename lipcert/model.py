@@ -139,8 +139,10 @@ class _Direct:
 
 @contextmanager
 def _without_others() -> Iterator[None]:
-    """One thread runs, and its networks have no reentrant checkpoints and run uncompiled."""
-    with _ALONE, torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+    """One thread runs in torch's default modes, its networks uncompiled and without reentrant checkpoints."""
+    there = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    stance, anomalies = torch.compiler.set_stance, torch.autograd.set_detect_anomaly
+    with _ALONE, stance("force_eager"), anomalies(False), there, warnings.catch_warnings():
         warnings.filterwarnings("ignore", _REMARKS, UserWarning)
         before = torch.utils.checkpoint.CheckpointFunction
         setattr(torch.utils.checkpoint, "CheckpointFunction", _Direct)  # noqa: B010

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -60,6 +61,8 @@ def test_radii_of_a_run_with_several_eps_answer_for_each(small):
         ("0.5, 36/255", [36 / 255, 0.5]),
         (["36/255", 0.5, "0.5"], [36 / 255, 0.5]),
         ((0.3,), [0.3]),
+        (np.array([0.5, 0.25]), [0.25, 0.5]),
+        (torch.tensor([0.5, 0.25]), [0.25, 0.5]),
     ],
 )
 def test_eps_may_be_several(eps, expected):

@@ -69,6 +69,34 @@ def test_images_and_labels_in_every_form(model, images, expected) -> None:
     assert found.labels is None
 
 
+def test_the_model_of_lipschitz_is_checked_as_that_of_certify() -> None:
+    for wrong, message in (
+        ("digits-vit", "model is a str; make one"),
+        (nn.Linear(3, 2), "plain module; wrap it first"),
+    ):
+        with pytest.raises(InputError, match=message):
+            lipcert.lipschitz(wrong)
+    net = timm.create_model("test_vit", num_classes=3).eval()
+    lipcert.convert(net, attention="l2", norm="project")
+    with pytest.warns(UserWarning, match="without its normalisation"):
+        assert lipcert.lipschitz(net).value > 0
+
+
+def test_modes_of_torch_that_are_left_on(model, images, expected) -> None:
+    torch.set_default_device("meta")  # as another device, whose tensors do not meet those of the CPU
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            found = [lipcert.certify(model, images, eps=0.1, method=name).radius for name in ("gloro", "anchored")]
+            lipcert.certify(model, images, eps=0.1, method="smoothing", sigma=0.25, samples=50)
+            lipcert.SmoothedClassifier(model, 0.25, "dct").predict(images)
+            lipcert.lipschitz(model)
+            assert torch.is_anomaly_enabled()
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found[0], expected.radius)
+
+
 def test_models_in_every_form(model, images, expected) -> None:
     assert torch.equal(lipcert.certify(torch.compile(model, backend="eager"), images, **GLORO).radius, expected.radius)
 

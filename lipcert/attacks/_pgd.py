@@ -71,7 +71,7 @@ class PGD:
         delta, rivals = torch.zeros_like(images), None
         if restart:
             generator = torch.Generator().manual_seed(self.seed + restart)
-            start = torch.randn(1, *images.shape[1:], generator=generator, dtype=torch.float64).to(images)
+            start = torch.randn(1, *images.shape[1:], generator=generator, dtype=torch.float64, device="cpu").to(images)
             delta = project(size * start / start.norm(), images, eps)
             with torch.no_grad():
                 rival_logits = model(images).scatter(1, labels[:, None], -math.inf)

@@ -23,7 +23,7 @@ from lipcert.bounds._value import Value
 from lipcert.bounds.rules.patterns import canonical_forms
 from lipcert.errors import InputError, LipcertError, UnsupportedOperation, first_line
 from lipcert.graph import Graph, Node, capture, evaluate, examine, examples, needed, same_logits, without_fused_kernels
-from lipcert.model import Model, alone, network_of, unusable
+from lipcert.model import Model, alone, checked, network_of, unusable
 from lipcert.numerics import INFINITE, Bound, LayerBound, RealArithmetic, Upper, is_out_of_memory, leaves
 
 Progress = Callable[[int, int, str], None]
@@ -119,10 +119,9 @@ class Analysis:
 
 def analyze(model: nn.Module, input_size: tuple[int, ...] | None = None, progress: Progress | None = None) -> Analysis:
     """Captures the network and computes a :class:`Value` for each of its operations."""
-    if isinstance(network := network_of(model), Model):
-        model, input_size = network, network.input_size
-    if input_size is None:
-        raise InputError("a module needs input_size=(C, H, W); wrap a timm model with lipcert.load(model) instead")
+    if input_size is None or not isinstance(network_of(model), nn.Module) or isinstance(network_of(model), Model):
+        model = checked(model)
+        input_size = model.input_size
     check_weights(model)
     parameter = next(model.parameters(), torch.zeros(()))
     generator = torch.Generator().manual_seed(0)

@@ -27,7 +27,7 @@ from lipcert.inputs.files import no_file, replacing
 from lipcert.inputs.sources import is_artifact
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
 from lipcert.inputs.weights import check_finite, keys_of
-from lipcert.model import Model, checked
+from lipcert.model import Model, alone, checked
 from lipcert.numerics import RealArithmetic
 from lipcert.settings import version
 from lipcert.surgery import swap
@@ -46,6 +46,7 @@ _FIELDS: dict[str, type] = {
 }
 
 
+@alone
 def save(
     model: Model | nn.Module,
     path: str | os.PathLike[str],

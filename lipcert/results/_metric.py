@@ -65,7 +65,7 @@ class CertifiedAccuracy(Metric):  # type: ignore[misc,unused-ignore]
         """
         if certificates.correct is None:
             raise InputError("certified accuracy needs labels: lipcert.certify(model, images, labels, eps=...)")
-        above = certificates.radius[:, None] > torch.tensor(self.eps, dtype=torch.float64)
+        above = certificates.radius[:, None] > certificates.radius.new_tensor(self.eps)
         self.certified += (above & certificates.correct[:, None]).sum(0).to(self.certified.device)
         self.total += len(certificates)
 

@@ -116,7 +116,8 @@ class CertifySettings:
 
     def __post_init__(self) -> None:
         check(self)
-        several = self.eps if isinstance(self.eps, (list, tuple)) else (self.eps,)
+        given = getattr(self.eps, "tolist", lambda: self.eps)()  # of arrays and tensors
+        several = given if isinstance(given, (list, tuple)) else (given,)
         targets = dict(sorted(pair for one in (*several, *self.further_eps) for pair in _values(one)))
         if not targets:
             raise InputError("eps must be a positive number; for example eps=36/255")

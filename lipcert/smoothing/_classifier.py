@@ -16,7 +16,7 @@ from lipcert.denoisers import Denoised
 from lipcert.errors import InputError
 from lipcert.inputs.batches import pair_of
 from lipcert.inputs.loading import load as load_model
-from lipcert.model import Model, checked
+from lipcert.model import Model, alone, checked
 from lipcert.settings import SMOOTHING, CertifySettings, settings_of
 from lipcert.smoothing._binomial import tail
 from lipcert.smoothing._certificates import SmoothedCertificates
@@ -55,6 +55,7 @@ class SmoothedClassifier(nn.Module):
         InputError: σ or the denoiser is not valid.
     """
 
+    @alone
     def __init__(
         self,
         model: Model | nn.Module,
@@ -81,6 +82,7 @@ class SmoothedClassifier(nn.Module):
         """σ."""
         return f"sigma={self.sigma:g}"
 
+    @alone
     @torch.no_grad()
     def forward(self, images: Pixels, samples: int = 100) -> Tensor:
         """The share of draws of each class.
@@ -98,6 +100,7 @@ class SmoothedClassifier(nn.Module):
         settings_of(CertifySettings, _ANY, SMOOTHING, sigma=self.sigma, samples=samples)
         return self._votes(images, samples)[0].double() / samples
 
+    @alone
     @torch.no_grad()
     def predict(self, images: Pixels, samples: int = 100, alpha: float = 1e-3) -> Tensor:
         """The class of each image, or −1 where the smoothed classifier abstains.

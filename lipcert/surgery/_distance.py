@@ -70,8 +70,8 @@ from lipcert.numerics import INFINITE, Upper
 _LEVELS = 16
 _NEWTON_STEPS = 8
 _LARGEST = 1e100
-_THETAS = 1.4 ** torch.arange(-8, 9, dtype=torch.float64)[:, None, None]
-_NUS = 1.3 ** torch.arange(-4, 25, dtype=torch.float64)[None, :, None]
+_THETAS = 1.4 ** torch.arange(-8, 9, dtype=torch.float64, device="cpu")[:, None, None]
+_NUS = 1.3 ** torch.arange(-4, 25, dtype=torch.float64, device="cpu")[None, :, None]
 _SLOPES = 2 * _THETAS / _NUS
 _PEAKS = _SLOPES + 2 * _NUS / _THETAS
 _EXACT = Context(prec=40, Emax=MAX_EMAX, Emin=MIN_EMIN)

@@ -108,7 +108,7 @@ class DeployedErrors:
         return self.collected[:, self.place[u]] if u in self.place else None
 
 
-EXACT = DeployedErrors({}, torch.empty(0), {})
+EXACT = DeployedErrors({}, torch.empty(0, device="cpu"), {})
 
 
 @dataclass(frozen=True)

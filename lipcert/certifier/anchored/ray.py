@@ -31,7 +31,7 @@ from lipcert.certifier.anchored.jacobians import tangents
 from lipcert.graph import Node
 from lipcert.numerics import INFLATE, ROUNDED_ANGLE, UNIT, at_most, computed_l2_norm, l2_norm, unit_vectors
 
-_ONE = torch.ones((), dtype=torch.float64)
+_ONE = torch.ones((), dtype=torch.float64, device="cpu")
 # The angles between the sectors. They are closest where the margin is usually lost.
 _ANGLES = (
     0.0, 0.05, 0.1, 0.15, 0.2, 0.26, 0.32, 0.38, 0.42, 0.46, 0.5, 0.54, 0.58, 0.62, 0.67, 0.73, 0.86, 1.02, 1.22,
