@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lipcert.errors import LoadError
+from lipcert.inputs import formats
 from lipcert.inputs.sources import Source
 from lipcert.inputs.weights import read_checkpoint
 
@@ -107,6 +108,7 @@ def test_archives(tmp_path):
 
     says("Keras", **{"config.json": "{}", "model.weights.h5": "x"})
     says("Core ML", **{"m/Manifest.json": "{}"})
+    says("is of torch.package", **{"p/.data/extern_modules": "", "p/model/model.pkl": ""})
     says("holds model/w.pth; unpack it: unzip", **{"model/w.pth": "x"})
     torch.save(STATE, tmp_path / "whole.pth")
     (tmp_path / "w.pth").write_bytes((tmp_path / "whole.pth").read_bytes()[:-99])
@@ -152,6 +154,8 @@ def test_what_holds_code_is_converted_by_the_command_that_is_named(tmp_path):
     assert torch.equal(converted(refused(file), tmp_path)["fc.weight"], STATE["fc.weight"])
     np.savez(tmp_path / "w.npz", **state)
     assert torch.equal(converted(refused(tmp_path / "w.npz"), tmp_path)["fc.weight"], STATE["fc.weight"])
+    with (tmp_path / "w.npz").open("rb") as images:
+        assert formats.told(images, "w.npz") == "w.npz is of NumPy; give its arrays to lipcert.certify in Python"
 
 
 @pytest.mark.parametrize("metadata", [{"epoch": 3, "format": "pt"}, {"training": {"lr": 0.1}}, {"done": True}])

@@ -150,6 +150,19 @@ def test_one_mean_is_that_of_all_channels():
     assert model.std.flatten().tolist() == [0.25] * 3
 
 
+def test_means_in_every_form():
+    for shape in ((3,), (3, 1, 1), (1, 3, 1, 1)):
+        mean, std = torch.tensor([0.1, 0.2, 0.3]).view(shape), torch.full(shape, 0.25)
+        for given in (
+            {"mean": mean, "std": std},
+            {"mean": mean.numpy(), "std": std.numpy()},
+            {"mean": mean, "std": 0.25},
+        ):
+            model = load("test_vit", pretrained=False, input_size=torch.Size((3, 160, 160)), **given)
+            assert model.mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+            assert model.std.flatten().tolist() == [0.25] * 3
+
+
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".tar", ".ckpt"])
 def test_pickle_is_never_executed(tmp_path, suffix):
     marker = tmp_path / "executed"

@@ -192,8 +192,26 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
     says({"optimizer": {"state": {}}, "epoch": 3}, "no state dict, but the keys optimizer, epoch")
     says([state], "no state dict, but a list; if they are one of its entries", "[NUMBER]")
+    says(timm.create_model("test_vit", num_classes=3).state_dict(), "of another network or library")
+    says({**state, "conv1.weight._data": torch.ones(1), "conv1.weight._scale": torch.ones(1)}, "quantised weights")
+    encoder = {f"encoder.{key}": value for key, value in state.items() if not key.startswith("fc.")}
+    head = {"c.0.weight": torch.ones(8, 512), "c.0.bias": torch.ones(8)}
+    says({**encoder, **head, "c.2.weight": torch.ones(3, 8), "c.2.bias": torch.ones(3)}, "without a classifier")
+    says({**encoder, "c.weight": torch.ones(3, 512), "c.bias": torch.ones(3)}, "another name than the model's: rename")
     after_dropout = {key.replace("fc.", "fc.1."): value for key, value in state.items()}
     says(after_dropout, "its classifier has other layers than the model's: build the network with them in Python")
+
+
+def test_names_of_others_are_converted_by_the_filter_that_timm_has_for_them(tmp_path):
+    def other(key):  # as torchvision numbers the layers
+        return key.replace("denselayer1.norm1", "denselayer1.norm.1").replace("denselayer1.conv1", "denselayer1.conv.1")
+
+    net = timm.create_model("densenet121", num_classes=3)
+    state = {other(key): value for key, value in net.state_dict().items() if "num_batches" not in key}
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="timm's filter knows them"):
+        model = load("densenet121", checkpoint=tmp_path / "w.pth", num_classes=3)
+    assert same(model, net)
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])

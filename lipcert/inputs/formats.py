@@ -79,6 +79,7 @@ _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"7z\xbc\xaf\x27\x1c", "is a 7z archive; unpack it: 7z x {path}"),
     (rb"Rar!", "is a RAR archive; unpack it: unrar x {path}"),
     (rb"(?s).{257}ustar", "is a tar archive; unpack it: tar xf {path}"),
+    (rb"(?s)PK\x03\x04.{26}[\w./-]+\.npy", "is of NumPy; give its arrays to lipcert.certify in Python"),
     (rb"PK\x03\x04", "is a zip archive, as workbooks of Excel are; unpack it, or save the workbook as CSV (UTF-8)"),
     (rb"\xd0\xcf\x11\xe0", "is a document of an older Office; save it as CSV (UTF-8)"),
     (rb"PAR1|ARROW1|SQLite", "is a table of Parquet, Arrow or SQLite; export it as CSV, or its images as files"),
@@ -119,6 +120,7 @@ _ARCHIVES = (
             "torch;", "timm, torch; net = timm.create_model('NAME', num_classes=N); net.load_pretrained(sys.argv[1]);"
         ),
     ),
+    (r"/\.data/extern_modules$", "is of torch.package; load the module from it in Python, and give lipcert.load that"),
     (r"\.npy$", "is an archive of NumPy (.npz); if its names are those of the network, convert it: " + _NUMPY),
     (r"Manifest\.json$|\.mlmodel$", "is a Core ML model" + _MADE_OF),
 )

@@ -8,8 +8,7 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Real
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -96,11 +95,11 @@ def load(
     """
     pixels = {key: value for key, value in zip(_PIXELS, (mean, std, input_size), strict=True) if value is not None}
     for key, value in pixels.items():
-        if isinstance(value, Real) and key != "input_size":
-            pixels[key] = (float(value),)  # of all channels
-        elif isinstance(value, str) or not isinstance(value, Iterable):
-            example = "(3, 32, 32)" if key == "input_size" else "(0.5, 0.5, 0.5)"
-            raise InputError(f"{key} takes several numbers, such as {example}, got {value!r}")
+        kind, example = (None, "(3, 32, 32)") if key == "input_size" else (torch.float64, "(0.5, 0.5, 0.5)")
+        try:
+            pixels[key] = torch.as_tensor(value, dtype=kind).flatten().tolist()
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InputError(f"{key} takes several numbers, such as {example}, got {value!r}") from error
     for key, flag in (("features", features), ("freeze", freeze)):
         if not isinstance(flag, bool):
             raise InputError(f"{key} is True or False, got {flag!r}; an argument of timm cannot have this name")
@@ -208,8 +207,7 @@ def _from_name(
     if size is not None and "img_size" not in arguments and takes_size(name):
         arguments["img_size"] = size[0] if size[0] == size[1] else size
     net = create_net(name, pretrained=False, arguments=arguments)
-    known = {"mean", "std"} <= {*content.pixels, *pixels}
-    channels = None if known else arguments.get("in_chans", 3)
+    channels = 0 if {"mean", "std"} <= {*content.pixels, *pixels} else arguments.get("in_chans", 3)
     of_normaliser = load_weights(net, content.state, file=checkpoint, name=name, new_head=new_head, channels=channels)
     recorded_pixels = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
     if size is not None and "img_size" not in arguments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import sys
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,33 +49,28 @@ _DERIVED = (
         "holds LoRA adapters; merge them first (peft: merge_and_unload()) and save the state_dict",
     ),
     (
-        r"_packed_params|zero_point|absmax|quant_map|(weight|input)_scale|scale_(weight|input)|\.qweight",
+        r"_packed_params|zero_point|absmax|quant_map|(weight|input)_scale|scale_(weight|input)|\.q(weight|zeros)|"
+        r"weight\._(data|scale)|\.SCB$|\.W_q$",
         "holds quantised weights with their scales; give those that they were made of",
     ),
 )
 # Names of tensors that timm's networks do not have, and what to do.
-_LIBRARY = (
-    "its names are those of {0}; take the weights that timm has of this network, or load it with {0} and give "
-    "lipcert.load the module"
-)
 _FOREIGN = (
     (
         r"\.parametrizations\.|weight_(g|v|orig|mask)$",
         "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving",
     ),
     (r"(^|[._])reparam", "its branches were fused, as by reparameterize_model; give the weights from before that"),
-    (r"(^|\.)encoder\.layers?\.\d+\.|embeddings\.|patch_embeddings", _LIBRARY.format("transformers")),
-    (r"encoder\.layers\.encoder_layer_", _LIBRARY.format("torchvision")),
-    (r"resblocks\.", _LIBRARY.format("CLIP")),
-    (r"^backbone\.layers\.\d", _LIBRARY.format("mmpretrain")),
 )
+_FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")  # of timm, for names of others
 _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What scripts, and modules that normalise pixels, call a mean, and what they call its standard deviation.
-_MEAN = re.compile(r"(_?(?:(?:data|dataset|image|img|input|new|norm\w*|pixel|rgb)_)?)(means?|mu)")
+_MEAN = re.compile(r"((?:.*\.)?_?(?:(?:data|dataset|image|img|input|new|norm\w*|pixel|rgb)_)?)(means?|mu)")
 _STD = {"mean": ("std", "sd", "stdev"), "means": ("stds", "sds"), "mu": ("sigma",)}
 # Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _REALS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))  # of 8 bits are scaled elsewhere
+File = str | os.PathLike[str]
 V = TypeVar("V")
 _PROTOCOL = 2  # of pickle, which torch.save writes unless told otherwise
 
@@ -93,7 +89,7 @@ class StoredWeights:
     pixels: dict[str, Any] = field(default_factory=dict)
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
+def read_checkpoint(path: File) -> StoredWeights:
     """Reads a checkpoint, or the parts that an index lists; without ``module.`` and ``_orig_mod.`` prefixes.
 
     The path is a ``.safetensors`` file, a file that ``torch.load(weights_only=True)`` reads, whose objects other than
@@ -191,54 +187,47 @@ def _of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]
 
 def _normalisation(content: Mapping[str, Any], path: Path) -> dict[str, list[float]]:
     """Mean and standard deviation that are recorded beside the weights; neither, if one of them is missing."""
-    one = None
-    for record in _records(content) if content.keys() & {*_WRAPPERS} else ():
-        for key in (key for key in record if isinstance(key, str) and "mean" in key):
-            for std in _stds_of(key):
-                pair = {"mean": _numbers(record[key]), "std": _numbers(record.get(std))}
-                if all(pair.values()):
-                    return pair
-                one = key if any(pair.values()) else one
-    if one is not None:
-        given = f"{as_given('mean=')} and {as_given('std=')}"
-        warnings.warn(
-            f"{path} records {one}, but not both mean and std as numbers: not used; give {given}", stacklevel=5
-        )
+    found = dict(_recorded(content)) if content.keys() & {*_WRAPPERS} else {}
+    if (names := _pair(found)) is not None:
+        return dict(zip(("mean", "std"), map(found.__getitem__, names), strict=True))
+    if one := next((name for name in found if re.fullmatch(r"(.*\.)?(mean|std)", name)), ""):
+        remedy = f"give {as_given('mean=')} and {as_given('std=')}"
+        warnings.warn(f"{path} records {one}, and not both mean and std as numbers: not used; {remedy}", stacklevel=5)
     return {}
 
 
-def _records(value: Any, depth: int = _NESTED) -> Iterator[Mapping[str, Any]]:
-    """The mappings that a checkpoint holds beside its weights, arguments first, and itself."""
+def _recorded(value: Any, name: str = "", depth: int = _NESTED) -> Iterator[tuple[str, list[float]]]:
+    """Numbers that are called means and deviations beside the weights, with the keys where they are."""
     value = vars(value) if isinstance(value, argparse.Namespace) else value
-    if isinstance(value, Mapping):
-        inner = {key: one for key, one in value.items() if key not in _WRAPPERS}
-        for key in ("args", "hyper_parameters", *inner) if depth else ():
-            yield from _records(inner.get(key), depth - 1)
-        yield inner
+    if isinstance(value, Mapping) and depth:
+        for key in (key for key in value if key not in _WRAPPERS):
+            yield from _recorded(value[key], f"{name}.{key}".lstrip("."), depth - 1)
+    elif re.search(r"(mean|std|sd)s?$|stdev$", name) and (numbers := _numbers(value)):
+        yield name, numbers
 
 
-def _stds_of(mean: str) -> list[str]:
-    """What the standard deviation may be called that belongs to a mean of this name; [] if it is none of pixels."""
-    named = _MEAN.fullmatch(mean)
-    return [] if named is None else [named[1] + std for std in _STD[named[2]]]
+def _pair(names: Collection[str]) -> tuple[str, str] | None:
+    """The names of a mean and a standard deviation of pixels that belong together."""
+    means = (found for name in names if (found := _MEAN.fullmatch(name)))
+    pairs = ((found[0], found[1] + std) for found in means for std in _STD[found[2]])
+    return next((pair for pair in pairs if pair[1] in names), None)
 
 
 def _numbers(value: Any) -> list[float]:
     """The finite numbers of a number, a text, a tensor, an array or a sequence; [] of anything else."""
     try:
         if isinstance(value, _Omitted):  # of NumPy: the bytes of its numbers, and their type
-            parts = [*value.args, *value.state]
-            kind = next(part for part in parts if isinstance(part, _Omitted))
-            data = [part for part in parts if isinstance(part, bytes)][-1]
-            value = np.frombuffer(data, np.dtype(kind.args[0]).newbyteorder(kind.state[1])).tolist()
+            kind = next(part for part in value.seen if isinstance(part, _Omitted))
+            data = [part for part in value.seen if isinstance(part, bytes)][-1]
+            value = np.frombuffer(data, np.dtype(kind.seen[0]).newbyteorder(kind.seen[4])).tolist()
         elif isinstance(value, (list, tuple)):
             value = [*map(_numbers, value)]
         elif isinstance(value, str):
             value = [*map(float, re.findall(r"[^\s,()\[\]]+", value))]
-        numbers: list[float] = torch.as_tensor(value, dtype=torch.float64).flatten().tolist()
+        flat = torch.as_tensor(value, dtype=torch.float64).flatten().tolist()
     except (LookupError, RuntimeError, StopIteration, TypeError, ValueError):
         return []
-    return numbers if not isinstance(value, bool) and all(map(math.isfinite, numbers)) else []
+    return [float(f"{x:.8g}") for x in flat] if not isinstance(value, bool) and all(map(math.isfinite, flat)) else []
 
 
 def _is_simple(value: Any) -> bool:
@@ -246,13 +235,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def load_weights(
-    net: nn.Module,
-    state: Mapping[str, Tensor],
-    *,
-    file: str | os.PathLike[str],
-    name: str,
-    new_head: bool = False,
-    channels: int | None = None,
+    net: nn.Module, state: Mapping[str, Tensor], *, file: File, name: str, new_head: bool = False, channels: int = 0
 ) -> dict[str, list[float]]:
     """Copies a state dict into a network, by names, up to a prefix that they share; else as timm's own filter says.
 
@@ -307,13 +290,15 @@ def load_weights(
         if classifier and (built_without or (only_heads and not missing)):
             count = len(state[found[classifier[0]]])
             remedy = "give " + as_given(f"num_classes={count}", f"--model-args num_classes={count}")
-        elif only_heads and {tuple(state[key].shape) for key in outside} & {tuple(tensors[key].shape) for key in heads}:
+        elif only_heads and not Counter(tensors[k].shape for k in heads) - Counter(state[k].shape for k in outside):
             remedy = "its classifier has another name than the model's: rename it"
         elif only_heads:
             remedy = "it is a backbone without a classifier; train one by finetune, with "
             remedy += as_given("num_classes=N", "--model-args num_classes=N")
         elif foreign is not None:
             remedy = foreign
+        elif 4 * len(found.keys() & tensors.keys()) < len(tensors):
+            remedy = "its names are those of another network or library; give its timm name, or lipcert.load its module"
         elif classifier and {*missing} <= heads:
             remedy = "its classifier has other layers than the model's: build the network with them in Python, and "
             remedy += "give lipcert.load the module"
@@ -341,7 +326,7 @@ def _fits(found: Mapping[str, str], state: Mapping[str, Tensor], tensors: Mappin
     return known and all(state[found[key]].shape == tensors[key].shape for key in positions)
 
 
-def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathLike[str]) -> str:
+def _prefix(state: Mapping[str, Tensor], needed: list[str], file: File) -> str:
     """The prefix below which the file has all tensors of the network; "" where there is none."""
     if not needed or all(key in state for key in needed):
         return ""
@@ -359,12 +344,14 @@ def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathL
 
 def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str] | None:
     """The state dict by timm's filter, of the same numbers but for resized positions, and what it did; or None."""
-    rename = getattr(sys.modules.get(type(net).__module__), "checkpoint_filter_fn", None)
+    module = sys.modules[type(net).__module__]
+    rename = next((value for name in _FILTERS if (value := getattr(module, name, None)) is not None), None)
     if rename is None:
         return None
+    more = [net][: len(inspect.signature(rename).parameters) - 1]
     try:
-        renamed = rename(dict(state), net)
-        turned = rename(dict(reversed([*state.items()])), net)  # some filters go by the order, which may be another
+        renamed = rename(dict(state), *more)
+        turned = rename(dict(reversed([*state.items()])), *more)  # some filters go by the order, which may be another
     except Exception:  # of another kind of checkpoint
         return None
     if renamed.keys() != turned.keys() or not renamed or not renamed.keys() <= net.state_dict().keys():
@@ -387,42 +374,28 @@ def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Ten
 
 
 def _normaliser(
-    state: Mapping[str, Tensor],
-    outside: Sequence[str],
-    prefix: str,
-    file: str | os.PathLike[str],
-    channels: int | None,
+    state: Mapping[str, Tensor], outside: Sequence[str], prefix: str, file: File, channels: int
 ) -> dict[str, list[float]]:
     """Mean and standard deviation of a module that normalises pixels; says which tensors outside are left out."""
     pixels: dict[str, list[float]] = {}
-    used: list[str] = []
-    for key in outside:
-        place, dot, last = key.rpartition(".")
-        other = next((name for std in _stds_of(last) if (name := f"{place}{dot}{std}") in outside), None)
-        if other is not None and state[key].numel() == state[other].numel() in (1, 3):
-            pixels = {"mean": state[key].flatten().tolist(), "std": state[other].flatten().tolist()}
-            used = [key, other]
-            numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
-            warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=3)
-            break
+    used = _pair([key for key in outside if state[key].numel() in (1, 3)]) or ()
+    if used:
+        pixels = {name: state[key].flatten().tolist() for name, key in zip(("mean", "std"), used, strict=True)}
+        numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
+        warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=3)
     unread = [key for key in outside if key not in used and key.rpartition(".")[2] not in _ADDED]
-    changes = (key for key in unread if _takes_pixels(key, state, channels))
-    if not pixels and channels is not None and (first := next(changes, None)) is not None:
-        raise LoadError(
-            f"{file}: {first}, outside {prefix}, may change pixels before the network; give the normalisation that was "
-            f"used, {as_given('mean=')} and {as_given('std=')}, or the whole network as a module in Python"
-        )
+    for key in unread if channels and not used else ():
+        weight = re.sub("bias$", "weight", key)  # a bias is told by its weight
+        value = state[weight if weight in state else key]
+        from_pixels = value.numel() == channels or (value.dim() > 1 and value.shape[1] == channels)
+        if from_pixels and not re.search("criterion|loss", key):  # which hold weights of classes
+            raise LoadError(
+                f"{file}: {key}, outside {prefix}, may change pixels before the network; give the normalisation that "
+                f"was used, {as_given('mean=')} and {as_given('std=')}, or the whole network as a module in Python"
+            )
     if unread:
         warnings.warn(f"{file}: {_listed(f'outside {prefix} left out', unread)}", stacklevel=3)
     return pixels
-
-
-def _takes_pixels(key: str, state: Mapping[str, Tensor], channels: int | None) -> bool:
-    """Whether a tensor may be of a module on pixels: it has a number for each channel, or is a map from them."""
-    weight = f"{key.removesuffix('bias')}weight" if key.endswith("bias") else key  # biases are told by their weights
-    value = state[weight if weight in state else key]
-    from_pixels = value.numel() == channels or (value.dim() > 1 and value.shape[1] == channels)
-    return from_pixels and re.search("criterion|loss", key) is None  # of losses are the weights of classes
 
 
 def check_finite(net: nn.Module, origin: str) -> None:
@@ -488,17 +461,16 @@ class _Blank(type):
 class _Omitted(list[Any], metaclass=_Blank):
     """Stands for an object that is left out; making one, or a list or mapping of its type, runs nothing of the file."""
 
-    args: Any = ()
-    state: Any = ()
+    seen: tuple[Any, ...] = ()  # what it would be made of
 
     def __new__(cls, *args: Any) -> _Omitted:
         return list.__new__(cls)
 
     def __init__(self, *args: Any):
-        self.args = args
+        self.seen = args
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        self.seen += state if isinstance(state, tuple) else ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
