@@ -13,7 +13,7 @@ from torch import Tensor
 from lipcert.errors import InputError, Interrupted
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
-from lipcert.inputs.files import reserved
+from lipcert.inputs.files import reserve
 from lipcert.inputs.processes import Processes
 from lipcert.model import Model
 from lipcert.results import share
@@ -85,7 +85,7 @@ class Training:
             self.path.with_name(f"{self.path.name}.{kind}") for kind in ("checkpoint", "best")
         )
         if processes.first:
-            stack.enter_context(reserved(self.unfinished))
+            reserve(self.unfinished, stack)
         teacher = plan.teacher
         self.teacher = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
         check_trainable(self.model, self.asked, self.teacher)

@@ -29,7 +29,7 @@ from lipcert.cli import _finetuning
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.inputs.artifact import load_artifact, read_metadata, weights_hash
 from lipcert.inputs.data import Batch, Images, open_images
-from lipcert.inputs.files import reserved
+from lipcert.inputs.files import reserve
 from lipcert.inputs.processes import Processes
 from lipcert.settings import GLOBAL, RECIPES, SCHEDULES, recipe_settings
 from lipcert.training import (
@@ -955,7 +955,8 @@ def test_the_command_writes_an_artifact(folder) -> None:
 
 def test_one_process_trains_to_a_file(folder) -> None:
     arguments = ("small.lipcert.safetensors", *SHORT, "--loss", "ce", "--out", "s.safetensors")
-    with reserved(folder / "s.safetensors.checkpoint"):
+    with contextlib.ExitStack() as stack:
+        reserve(folder / "s.safetensors.checkpoint", stack)
         assert "another process is writing" in refused(*arguments)
     run(*arguments)
     assert not list(folder.glob(".*.lock"))

@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from lipcert.errors import InputError, LoadError, shortened
@@ -80,14 +80,12 @@ def lock(file: int, path: Path, shared: bool = False) -> bool:
     return True
 
 
-@contextmanager
-def reserved(path: Path) -> Iterator[None]:
-    """Locks a file that is made during the block, by another beside it, since a new one takes its place again."""
+def reserve(path: Path, stack: ExitStack) -> None:
+    """Locks a file that is written anew until the stack ends, by one beside it, which no other takes the place of."""
     beside = path.with_name(f".{path.name}.lock")
-    with beside.open("w") as file:
-        lock(file.fileno(), path)
-        yield
-    beside.unlink(missing_ok=True)
+    file = stack.enter_context(beside.open("w"))
+    if lock(file.fileno(), path):
+        stack.callback(beside.unlink, missing_ok=True)
 
 
 def check_name(path: Path) -> None:
