@@ -142,7 +142,8 @@ def test_what_may_change_pixels_in_front_of_the_network_is_not_left_out(net, tmp
     with pytest.warns(UserWarning, match=rf"outside net\. left out \({front}"):
         model = load(NAME, checkpoint=tmp_path / "w.pth", mean=0.5, std=0.5, **GIVEN)
     assert same(model, net)
-    torch.save({**others, **prefixed(net, "net.")}, tmp_path / "w.pth")
+    teacher = {f"teacher.{key}": 2 * value for key, value in net.state_dict().items() if key.startswith("conv1")}
+    torch.save({**others, **teacher, **prefixed(net, "net.")}, tmp_path / "w.pth")
     with pytest.warns(UserWarning, match=r"outside net\. left out \(head\.weight"):
         load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
 

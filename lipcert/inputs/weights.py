@@ -384,7 +384,10 @@ def _normaliser(
         numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
         warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=3)
     unread = [key for key in outside if key not in used and key.rpartition(".")[2] not in _ADDED]
+    inside = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
     for key in unread if channels and not used else ():
+        if any(key.endswith(f".{name}") for name in inside if "." in name):
+            continue  # of another such network, as a teacher
         weight = re.sub("bias$", "weight", key)  # a bias is told by its weight
         value = state[weight if weight in state else key]
         from_pixels = value.numel() == channels or (value.dim() > 1 and value.shape[1] == channels)
