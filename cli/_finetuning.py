@@ -119,9 +119,10 @@ class Training:
         if self.fits_head:
             begin, first = "the head is fitted", "fitting the head to noisy images"
         sample = self._open(min(self.of.limit or _SHOWN, _SHOWN))
+        sample.shuffle()  # folders are sorted by class, and the time may end early
         with progress(f"measuring accuracy before {begin}", self.total) as self.update:
             batches = _batches(self.of, self.images, self.model, self._count)
-            self.before = self._accuracy(sample)
+            self.before = self._accuracy(sample, _SECONDS)
             self.update(0, self.total, first)
             self._train(batches)
         stopped = self.model.recipe[-1].get("stopped_after")
@@ -130,6 +131,8 @@ class Training:
         if self.validation is not None and self.validation.epoch:
             self.validation.restore()
         with progress("measuring accuracy") as self.update:
+            sample.limit = self.before[1]  # the same images
+            sample.shuffle()
             after = self._accuracy(sample)
         facts: dict[str, Any] = {"loss": self.asked.loss, "eps": self.asked.eps, "epochs": epochs}
         facts |= {"images": len(self.images), **({} if self.images.split is None else {"split": self.images.split})}
@@ -194,8 +197,8 @@ class Training:
         following = f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}"
         self.update(self.done, self.total, following)
 
-    def _accuracy(self, images: Images) -> tuple[int, int]:
-        """The numbers of correct predictions, as the loss sees images, and of images; stops after some seconds."""
+    def _accuracy(self, images: Images, seconds: float = math.inf) -> tuple[int, int]:
+        """The numbers of correct predictions, as the loss sees images, and of images; stops after so many seconds."""
         processes, asked, model = self.processes, self.asked, self.model
         part = slice(processes.rank, None, processes.count)
         right = processed = 0
@@ -210,7 +213,7 @@ class Training:
                 right += int((predicted == cast(Tensor, batch.labels)[part]).sum())
                 processed += len(batch)
                 self.update(processed, len(images), "measuring accuracy")
-                if any(processes.gather(time.monotonic() - started > _SECONDS)):
+                if any(processes.gather(time.monotonic() - started > seconds)):
                     break
         return sum(processes.gather(right)), processed
 

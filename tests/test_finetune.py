@@ -7,6 +7,7 @@ import functools
 import importlib
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -960,6 +961,28 @@ def test_one_process_trains_to_a_file(folder) -> None:
         assert "another process is writing" in refused(*arguments)
     run(*arguments)
     assert not list(folder.glob(".*.lock"))
+
+
+def test_accuracies_before_and_after_are_of_the_same_images_of_all_classes(folder, monkeypatch) -> None:
+    """Also where the time ends after the first batch of images, which folders hold class by class."""
+    seen: list[set[int]] = []
+    batches = Images.batches
+
+    def watched(images: Images, size: int) -> Iterator[Batch]:
+        seen.append(set())
+        for batch in batches(images, size):
+            seen[-1].update(zip(batch.indices, batch.labels.tolist(), strict=True))
+            yield batch
+
+    monkeypatch.setattr(Images, "batches", watched)
+    monkeypatch.setattr(_finetuning, "_SECONDS", 0.0)
+    monkeypatch.setattr(_finetuning, "_EVALUATED", 6)
+    clock = iter(range(100, 1000))
+    monkeypatch.setattr(_finetuning, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    facts = commands.facts(run("small.lipcert.safetensors", *SHORT).stdout)
+    assert seen[0] == seen[-1]
+    assert len({label for _, label in seen[0]}) > 4
+    assert all(" of 6 (" in facts[f"clean accuracy, {when}"] for when in ("before", "after"))
 
 
 def test_the_command_takes_a_teacher_and_weights_for_other_classes(folder) -> None:
