@@ -416,7 +416,9 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
     """How many images have no certificate, by reason; empty unless certification was staged."""
     reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
-    undecided = f"neither a certificate nor an adversarial example within {eps}"
+    undecided = f"no certificate at {eps}"
+    if run.attacked:
+        undecided = f"neither a certificate nor an adversarial example within {eps}"
     words = {
         "first-order limit": f"first-order limit (margin over gradient norm) ≤ {eps}: out of reach of these methods",
         "attacked": f"adversarial example found within {eps}",

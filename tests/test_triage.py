@@ -104,15 +104,19 @@ def test_reasons_are_in_the_rows(tmp_path):
     assert row["limit"] == result.limit[0].item() < 6.0
 
 
-def test_methods_that_were_skipped_are_named_beside_what_is_known():
+@pytest.mark.parametrize(
+    ("tried", "known"),
+    [(True, "neither a certificate nor an adversarial example within 0.5"), (False, "no certificate at 0.5")],
+)
+def test_methods_that_were_skipped_are_named_beside_what_was_tried(tried, known):
     rows = [
         {"reason": reason, "certified": not reason, "correct": False} for reason in ("skipped: local", "", "attacked")
     ]
-    assert _why_not(SimpleNamespace(rows=rows, labelled=True), "0.5") == [
+    assert _why_not(SimpleNamespace(rows=rows, labelled=True, attacked=tried), "0.5") == [
         ("certified, misclassified", "1"),
         (
             "not certified",
-            "1: neither a certificate nor an adversarial example within 0.5 (not tried: local)",
+            f"1: {known} (not tried: local)",
         ),
         ("not certified", "1: adversarial example found within 0.5"),
     ]
