@@ -20,6 +20,8 @@ _COLOURS = 3
 # Images that smoothing is advised for: the first of these numbers whose draws, so many of an image on average, take at
 # most so many seconds. Half as much again is for the choice of sigma.
 _LIMITS, _DRAWS, _SECONDS = (100, 50, 20, 10), 150, 400.0
+# From this share of changed logits or classes on, a step of surgery has made another function of a network.
+CHANGED = 0.01
 TEN_MINUTES = ("--time-budget", "10m")
 
 
@@ -31,11 +33,12 @@ class Status:
     channels: int = _COLOURS
     eps: str = "36/255"
     log10: float | None = None  # of the global bound
-    data: str | None = None
+    data: str | None = None  # images to certify
+    train: str = "TRAIN"  # images to train on: not those that measure a network
     lists: Sequence[str] = ()  # the words of --classes and --labels
     trained: bool = False
     random: bool = False  # whether nobody has trained the weights
-    original: Sequence[str] = ()  # the words of the model that was converted or constrained to this one
+    original: Sequence[str] = ()  # the words of the model that this one was made from, if they differ as functions
     denoised: bool = False
     images: int = 0
     certified: int = 0
@@ -74,9 +77,7 @@ def random_weights(words: Sequence[str]) -> str:
 def advise(status: Status) -> Advice:
     """What to do next."""
     data = ["--data", status.data or "IMAGES", *status.lists]
-    # Images that were certified measure a network, so they are not those that it is trained on.
-    train = ["--data", "TRAIN"] if status.images or not status.data or "--labels" in status.lists else data
-    train = [*train, "--eps", status.eps]
+    train = ["--data", status.train, *([] if "--labels" in status.lists else status.lists), "--eps", status.eps]
     model = status.model
     loose = status.log10 is not None and status.log10 > LOOSE
     if status.certified or (status.images and not loose):
@@ -87,13 +88,13 @@ def advise(status: Status) -> Advice:
         return Advice(command("report", status.rows, "--html", target))
     if status.random:
         return Advice("", random_weights(status.model))
-    if status.original and (loose or status.log10 is None):
+    if status.original:
         taught = ["--teacher", status.original[0]] if len(status.original) == 1 else []
-        smoothed = replace(status, model=status.original, original=())
+        smoothed = replace(status, model=status.original, original=(), log10=math.inf)
         return Advice(
             command("finetune", *model, *train, *taught),
             "the new network is another function: training restores the accuracy",
-            (advise(smoothed)._replace(others=()),),
+            (advise(smoothed)._replace(others=()),) if loose else (),
         )
     if loose:
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []

@@ -14,7 +14,7 @@ from lipcert.errors import Interrupted
 from lipcert.inputs.sources import Source
 from lipcert.settings import ConstrainSettings
 
-from ._advice import Status, advise
+from ._advice import CHANGED, Status, advise
 from ._options import AsJson, Classes, Data, Force, Labels, Limit, ModelName, ModelOptions, options_of, out
 from ._output import output
 from ._parse import parse_duration
@@ -85,10 +85,12 @@ def constrain(
             ]
             print_json({"written": str(path), **_facts(report), "layers": layers, "seconds": report.seconds})
         else:
-            lists = words_of({"classes": classes, "labels": labels})
-            words, random = model_options(origin, of_model), untrained(loaded.net, of_model)
-            known = {"log10": report.after.log10_bound, "data": data, "lists": lists}
-            status = status_of(loaded, [str(path)], **known, original=words, random=random)
+            agreement = report.after.agreement
+            words = model_options(origin, of_model) if agreement is not None and agreement < 1 - CHANGED else []
+            train = "TRAIN" if data is None or labels is not None else data
+            known = {"log10": report.after.log10_bound, "data": "TEST", "train": train}
+            known |= {"lists": words_of({"classes": classes}), "random": untrained(loaded.net, of_model)}
+            status = status_of(loaded, [str(path)], **known, original=words)
             _print_report(report, origin.word, path, status)
 
 

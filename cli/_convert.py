@@ -12,7 +12,7 @@ from lipcert.errors import UnsupportedOperation
 from lipcert.inputs.sources import Source
 from lipcert.settings import check, option
 
-from ._advice import advise
+from ._advice import CHANGED, advise
 from ._options import AsJson, Force, ModelOptions, options_of, out
 from ._output import output
 from ._print import busy, print_facts, print_json, progress, say, start, upper
@@ -89,8 +89,8 @@ def convert(
         agreement = None if report.random else report.agreement
         print_json({"written": str(path), **_facts(after, report), "agreement": agreement, "swapped": swaps})
         return
-    log10 = None if after is None else after.log10
-    words = model_options(named, asked) if report.swapped else []
+    log10 = math.inf if after is None else after.log10
+    words = model_options(named, asked) if report.logits_moved > CHANGED else []
     random = untrained(loaded.net, asked)
     status = status_of(loaded, [str(path)], log10=log10, data=data, original=words, random=random)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
@@ -98,7 +98,7 @@ def convert(
     for module in report.kept:
         unchanged.setdefault(f"{module.was}: {module.reason}", []).append(module.path)
     moved = f"{100 * report.logits_moved:.1f} % (median), {100 * report.logits_moved_most:.1f} % at most,"
-    tested = f"{report.images} {'random images; measure it on yours: --data' if report.random else f'images of {data}'}"
+    of = "random images; calibrate and measure on yours: --data" if report.random else f"images of {data}"
     print_facts(
         [
             ("model", model),
@@ -108,7 +108,7 @@ def convert(
                 ("unchanged", f"{len(paths)} {what} ({paths[0]}{', …' if paths[1:] else ''})")
                 for what, paths in unchanged.items()
             ),
-            ("change of logits", f"{moved} on {tested}"),
+            ("change of logits", f"{moved} on {report.images} {of}"),
             *(
                 []
                 if images is None

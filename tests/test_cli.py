@@ -351,9 +351,23 @@ def test_convert(folder, ways):
     assert recorded["log10_bound"] == pytest.approx(lipcert.bounds.lipschitz(model).log10)
 
 
+@pytest.mark.parametrize(("norm", "changed"), [("keep", False), ("smooth", True)])
+def test_convert_advises_by_what_the_logits_did_and_not_to_train_on_the_images(folder, norm, changed):
+    model = load("vit_tiny_patch16_224", pretrained=False, **TINY)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    save(model, "m.safetensors")
+    out = run("convert", "m.safetensors", "--attention", "keep", "--norm", norm, "--data", "images").stdout
+    assert out.startswith("model\tm.safetensors")
+    assert ("0.0 % (median)" in out) == (not changed)
+    assert ("another function" in out) == changed
+    assert "TRAIN" in out
+    assert not re.search("lipcert finetune.*--data images", out)
+
+
 def test_convert_with_random_images_says_so(folder):
     printed = facts(run("convert", *BY_NAME).stdout)
-    assert printed["change of logits"].endswith("random images; measure it on yours: --data")
+    assert printed["change of logits"].endswith("random images; calibrate and measure on yours: --data")
     assert "same top class" not in printed
 
 

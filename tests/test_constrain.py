@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -534,6 +535,18 @@ def test_command_prints_and_writes(folder):
     assert recorded["facts"]["log10_bound"] == pytest.approx(report.after.log10_bound)
     assert recorded["facts"]["constraint"]["error"] == 0.1
     assert json.dumps(recorded["facts"])
+
+
+@pytest.mark.parametrize("scale", [0.1, 1e3])
+def test_the_images_are_advised_for_training_and_not_for_certificates(folder, scale):
+    model = vit()
+    for parameter in model.parameters():
+        parameter.data = scale * (parameter.data + 0.1 * torch.randn_like(parameter))
+    save(model, "m.safetensors")
+    result = run("constrain", "m.safetensors", "--data", "images", "--layers", "head")
+    advised = re.findall(r"^(?:next|or)\tlipcert (\w+) .*--data (\w+)", result.stdout, re.MULTILINE)
+    assert advised
+    assert {*advised} <= {("certify", "TEST"), ("finetune", "images")}
 
 
 def test_command_with_limit_layers_and_without_labels(folder):

@@ -210,7 +210,8 @@ KNOWN = {
     "in front of a denoiser": Status(["resnet18", "--denoiser", "dct"], log10=40.0, denoised=True),
     "labels from a file": Status(["resnet18"], log10=40.0, data="d", lists=LISTS),
     "one channel": Status(["m.safetensors"], 1, log10=40.0),
-    "surgery helped": Status(["m.safetensors"], log10=8.0, data="my images"),
+    "surgery helped": Status(["m.safetensors"], log10=8.0, data="TEST", train="my images"),
+    "another function": Status(["m.safetensors"], log10=8.0, data="my images", original=["deit3"]),
     "trained": Status(["m.safetensors"], log10=8.0, data="TEST", trained=True),
     "tight": Status(["digits-vit"], 1, log10=3.0),
     "converted": Status(["m.safetensors"], log10=40.0, data="d", original=["resnet18"]),
@@ -276,7 +277,9 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     assert advise(KNOWN["certified"]).command == "lipcert report r.jsonl --html r.html"
     assert advise(KNOWN["nothing certified"]).command == "lipcert report r.jsonl --html r.html"
     converted = advise(KNOWN["converted"])
-    assert converted.command == "lipcert finetune m.safetensors --data d --eps 36/255 --teacher resnet18"
+    assert converted.command == "lipcert finetune m.safetensors --data TRAIN --eps 36/255 --teacher resnet18"
+    assert advise(KNOWN["another function"]).reason.startswith("the new network is another function")
+    assert not advise(KNOWN["another function"]).others
     assert [one.command.split()[:3] for one in converted.others] == [["lipcert", "certify", "resnet18"]]
     assert "--teacher" not in advise(KNOWN["converted from a file"]).command
     random = advise(replace(KNOWN["converted"], random=True)).facts
