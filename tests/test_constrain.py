@@ -93,6 +93,20 @@ def relative_error(rows, after, before):
     return float((rows @ (after - before).double().T).norm() / (rows @ before.double().T).norm())
 
 
+def test_a_depthwise_convolution_gets_no_larger_norm_than_by_the_baselines():
+    """Its kernels have the smallest Frobenius norm after the solver, which is not the norm of the convolution."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 24, 3, padding=1, groups=3, bias=False)
+    model = Wired(lambda net, x: net.head(net.body(x).relu().mean((2, 3))), body=conv, head=nn.Linear(24, 3))
+    model = lipcert.load(model, mean=0.5, std=0.5, input_size=(3, 8, 8))
+    model.net.body.weight.data[::8] = 1.0
+    lipcert.constrain(model, pictures(20, 8), 0.1, layers="body")
+    (layer,) = model.constraint.layers
+    assert layer.norm_after <= min(layer.baselines.values()) * (1 + 1e-4)
+    assert layer.status in ("as clip", "as rescale")
+    assert layer.error_reached <= 0.1
+
+
 def test_the_report_is_what_a_plain_computation_finds():
     model, images = vit(), pictures(25)
     labels = torch.arange(25) % 3

@@ -22,9 +22,9 @@ class LayerFigures:
         seconds: the time of the solver.
         rank: the dimension of the span of the inputs, the smallest among the groups of a convolution;
             0 where it is not computed.
-        status: "converged"; "iteration limit"; "zero weight" (the outputs to keep are zero, nothing to lower);
-            "rounding" (the allowed error is too small for the dtype of the weight, and W_pre is kept); or "failed" for
-            an unchanged layer.
+        status: "converged"; "as clip" or "as rescale" (the smallest norm is that of this baseline); "iteration limit";
+            "zero weight" (the outputs to keep are zero, nothing to lower); "rounding" (the allowed error is too small
+            for the dtype of the weight, and W_pre is kept); or "failed" for an unchanged layer.
     """
 
     norm_before: float

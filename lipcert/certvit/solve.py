@@ -118,6 +118,7 @@ def constrain_layer(
     which the constraint holds with equality; ``rescale`` multiplies W_pre by 1 − error. The norm of ``clip`` is at most
     that of ``rescale``: at the level (1 − error) σ₁ every singular value falls by at most the fraction ``error``.
     ``spectral`` starts from the point of ``clip`` and keeps the best point, so its norm is at most that of ``clip``.
+    Where ``norm`` is another and smaller for a baseline, that is the solution.
     """
     if not 0 < error < 1:
         raise InputError(f"the relative output error must be above 0 and below 1, got {error}")
@@ -154,6 +155,13 @@ def constrain_layer(
             seconds=time.perf_counter() - started,
             rank=min(problem.rank for problem in problems),
         )
+    # The norm of a convolution with overlapping patches is another than that of its matrix, which is minimised.
+    name = min(solutions, key=lambda name: solutions[name].norm_after)
+    asked = solutions.get("spectral")
+    if asked and solutions[name].norm_after < asked.norm_after * (1 - 1e-4) and name in ("clip", "rescale"):
+        closed = solutions[name]
+        status = f"as {name}" if closed.status == "converged" else closed.status
+        solutions["spectral"] = replace(closed, iterations=asked.iterations, seconds=asked.seconds, status=status)
     return solutions
 
 
