@@ -142,10 +142,13 @@ def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
     assert "a run with another model" in smoothed(*four, code=2).stderr
     assert "continuing after 2 images" in smoothed(*four, *denoised).stderr
     run(*VERIFY, *denoised)
-    run(*VERIFY, code=2)
+    assert "rows about a model behind a denoiser; give --denoiser dct too" in run(*VERIFY, code=2).stderr
     lipcert.report(tmp_path / "r.jsonl", card=tmp_path / "README.md")
     card = (tmp_path / "README.md").read_text()
     assert "denoiser=dct" in card
+    assert "returns the class that the network, behind the denoiser dct, predicts most often" in card
+    assert "denoiser | dct, in front of the network" in card
+    assert "the class that the network, behind its denoiser where one is named, predicts most often" in card
 
 
 @pytest.mark.parametrize(("name", "size"), [("natural", (1, 16, 16)), ("natural", (3, 4, 16)), ("dct", (1, 16, 7))])

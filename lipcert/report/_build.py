@@ -219,6 +219,7 @@ def _others(run: Run) -> list[tuple[str, str]]:
         entries.append((f"median radius{', correctly classified' if run.labelled else ''}", median))
     entries += [("rigor", run.rigor), ("valid for", about(run))]
     entries += evidence(run)
+    entries += [("denoiser", f"{run.denoiser}, in front of the network")] if run.denoiser else []
     if run.smoothed:
         entries += [("abstained", run.share(run.abstained)), ("noisy images", f"{run.samples:,}")]
     methods = ", ".join(f"{name} ({count} image{'s' * (count != 1)})" for name, count in run.methods.most_common())
@@ -294,7 +295,8 @@ def sentence(run: Run, eps: Eps) -> str:
         surviving = share(run.surviving_at(value), count, False)
         text += f" Under {run.attack}, {surviving} remain so; the robust share lies between."
     if run.smoothed:
-        text += " The smoothed classifier returns the class that the network predicts most often under Gaussian noise "
+        network = f"the network, behind the denoiser {run.denoiser}," if run.denoiser else "the network"
+        text += f" The smoothed classifier returns the class that {network} predicts most often under Gaussian noise "
         text += f"of σ = {run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
     return text
 

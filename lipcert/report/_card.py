@@ -113,8 +113,7 @@ def _use(run: Run, artifact: Path | None) -> str:
     loaded = f"{run.network!r}, checkpoint='WEIGHTS'{arguments}"
     if artifact is not None:
         loaded = repr(shipped().get(artifact, artifact.name))
-    names = [step["denoiser"] for step in run.summary["model"]["recipe"] if step.get("step") == "denoise"]
-    denoiser = "".join(f", denoiser={name!r}" for name in names if artifact is None)
+    denoiser = f", denoiser={run.denoiser!r}" if run.denoiser and artifact is None else ""
     return "\n".join(
         [
             "import lipcert",

@@ -27,6 +27,7 @@ def promises(runs: Sequence[Run]) -> list[str]:
         inside=any(run.inside for run in runs),
         network=not all(run.smoothed for run in runs),
         smoothed=any(run.smoothed for run in runs),
+        denoised=any(run.denoiser for run in runs),
         deterministic=any(not run.delta for run in runs),
         probabilistic=any(run.delta and not run.smoothed for run in runs),
         words={word for run in runs for found in run.evidence.values() for word in found},

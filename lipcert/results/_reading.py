@@ -129,6 +129,12 @@ class Run(Tally):
         return {one.name: self.summary.get(one.name) for one in noise_fields()} if self.smoothed else {}
 
     @property
+    def denoiser(self) -> str | None:
+        """The name of the denoiser in front of the network; None without one."""
+        steps = self.summary["model"]["recipe"]
+        return next((str(step["denoiser"]) for step in steps if step.get("step") == "denoise"), None)
+
+    @property
     def smoothed(self) -> bool:
         """Whether the certificates are about a smoothed classifier instead of the network itself."""
         return self.holds_for != "network"

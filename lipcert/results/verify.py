@@ -54,12 +54,11 @@ def check_model(run: Run, model: Model) -> None:
         "buffers_hash": ("buffers", buffers_hash(model)),
         "code_hash": ("code", identity_of_code(model)[0]),
     }
-    denoiser = next((step["denoiser"] for step in claimed.get("recipe") or () if "denoiser" in step), None)
+    if run.denoiser and not isinstance(model, Denoised):
+        raise InputError(f"{run.path} holds rows about a model behind a denoiser; give --denoiser {run.denoiser} too")
     for key, (what, found) in actual.items():
         if claimed.get(key) != found:
             same = "the model that was certified"
-            if denoiser and not isinstance(model, Denoised):
-                same += f", with --denoiser {denoiser}"
             arguments = (claimed.get("source") or {}).get("arguments") or {}
             if what == "weights" and arguments != json.loads(json.dumps(model.source.get("arguments") or {})):
                 listed = " ".join(f"{name}={value}" for name, value in arguments.items()) or "no arguments"
