@@ -153,7 +153,8 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     """Certifies one model; for several σ once each, with files such as ``r.sigma-0.25.jsonl`` for ``r.jsonl``."""
     # Before loading: in another rounding mode the model's file would look damaged.
     check_environment(torch.device("cpu"))
-    label = source.described
+    weights = plan.source.checkpoint
+    label = source.label + (f", weights {weights.name}" if weights else "")
     loaded = load_model(source, plan.source, denoiser=plan.denoiser, of_several=plan.several_models)
     random = untrained(loaded.net, plan.source)
     if random:

@@ -50,7 +50,7 @@ def load_model(
             stated.pop("input_size", None)
         arguments |= stated
     if source.chosen:
-        say(f"model: {source.described}; name a model to use another")
+        say(f"model: {source.label}{source.reason}; name a model to use another")
     torch.manual_seed(0)  # so that random weights are the same in every run
     with busy(f"loading {source.word}"):
         try:

@@ -310,6 +310,23 @@ def test_a_file_that_is_being_written_is_refused_first(folder, monkeypatch):
     os.close(handle)
 
 
+def test_results_name_the_model_and_its_file_and_not_why_it_was_chosen(folder):
+    for number in range(2):
+        net = load("vit_tiny_patch16_224", pretrained=False, **TINY).net
+        torch.save(net.state_dict(), f"w{number}.pth")
+        command = ["certify", *BY_NAME[:1], "--model-args", ARGUMENTS, "--checkpoint", f"w{number}.pth", "--eps", "1"]
+        result = run(*command, "--data", "images", "--limit", "1", *GLORO, "--out", f"{number}.jsonl")
+        assert facts(result.stdout)["model"].startswith(f"vit_tiny_patch16_224, weights w{number}.pth")
+    Path("empty").mkdir()
+    os.chdir("empty")
+    command = ["certify", "--eps", "1", "--limit", "2", *GLORO, "--out", "r.jsonl"]
+    assert "bundled: this folder holds no artifact; name a model" in run(*command).stderr
+    summary = read_summary()
+    assert summary["name"] == "digits-vit, bundled"
+    Path("r.summary.json").write_text(json.dumps({**summary, "name": "as an earlier version wrote it"}))
+    assert facts(run(*command).stdout)["model"] == "digits-vit, bundled"
+
+
 def test_percentages_are_fractions():
     for share in ("30", "-0.1", "nan"):
         told = refused("certify", "--eps", 1, "--fail-under", share)

@@ -35,7 +35,8 @@ def test_from_install_to_a_published_card_in_four_commands(tmp_path) -> None:
     assert "next\tlipcert report digits.jsonl --html digits.html" in certified.stdout
     shown = run("report", "digits.jsonl", "--card", "README.md")
     uploads = [shlex.split(line) for line in shown.stderr.splitlines() if line.strip().startswith("hf upload")]
-    assert uploads
+    page = (Path(__file__).parents[1] / "docs/how-to/publish.md").read_text()
+    assert [words[-1] for words in uploads] == re.findall(r"^  hf upload .* (\S+)$", page, re.M)
     (tmp_path / "hub").mkdir()
     (tmp_path / "hf.py").write_text(textwrap.dedent(HUB))
     for _, *arguments in uploads:

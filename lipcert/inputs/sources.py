@@ -85,14 +85,17 @@ class Source:
         return "".join(c if c.isalnum() or c in "._-" else "_" for c in stem)
 
     @property
-    def described(self) -> str:
-        """The model in words, with the reason where it was chosen."""
-        if self.shipped and self.word == BUNDLED:
-            return f"{BUNDLED}, bundled" + (": this folder holds no artifact" if self.chosen else "")
-        if not self.chosen:
-            return self.word
+    def label(self) -> str:
+        """The model in words, for results."""
+        return f"{BUNDLED}, bundled" if self.shipped and self.word == BUNDLED else self.word
+
+    @property
+    def reason(self) -> str:
+        """Why the model was chosen, after its label."""
+        if self.shipped:
+            return ": this folder holds no artifact"
         age = timedelta(seconds=int(max(0.0, time.time() - Path(self.name).stat().st_mtime)))
-        return f"{self.name}, the newest artifact in this folder, written {age} ago"
+        return f", the newest artifact in this folder, written {age} ago"
 
     def _check_name(self) -> None:
         """Refuses a name that occurs nowhere in timm, without importing it; modules of the user may add names."""
