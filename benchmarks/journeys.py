@@ -44,7 +44,7 @@ def travel(network: str, weights: Path | None, data: Path | None, folder: Path) 
     """All commands for a network, in a folder."""
     words = [str(weights / word) if weights and word.endswith(".safetensors") else word for word in NETWORKS[network]]
     images = str(data) if data else "IMAGES"
-    names = {**dict.fromkeys(("TRAIN", "TEST", "IMAGES"), images), "N": "4", "ARTIFACT": words[0]}
+    names = {**dict.fromkeys(("TRAIN", "TEST", "IMAGES"), images), "ARTIFACT": words[0]}
     journey = Journey(folder, in_a_process, names, SIZES, follow=False)
     for command in _commands(words, data):
         if command[0] == "verify":

@@ -18,8 +18,8 @@ from ._print import command, typed
 TIGHT = 6.0
 _COLOURS = 3
 # Images that smoothing is advised for: the first of these numbers whose draws, so many of an image on average, take at
-# most so many seconds. Half as much again is for the choice of sigma.
-_LIMITS, _DRAWS, _SECONDS = (100, 50, 20, 10), 150, 400.0
+# most so many seconds. Half as much again is for the choice of sigma, and half of the images, within what it uses.
+_LIMITS, _DRAWS, _SECONDS, _LEAST, _MOST = (100, 50, 20, 10), 150, 400.0, 8, 48
 # From this share of changed logits or classes on, a step of surgery has made another function of a network.
 CHANGED = 0.01
 TEN_MINUTES = ("--time-budget", "10m")
@@ -34,6 +34,7 @@ class Status:
     eps: str = "36/255"
     log10: float | None = None  # of the global bound
     data: str | None = None  # images to certify
+    total: float = math.inf  # their number
     train: str = "TRAIN"  # images to train on: not those that measure a network
     lists: Sequence[str] = ()  # the words of --classes and --labels
     trained: bool = False
@@ -43,6 +44,7 @@ class Status:
     images: int = 0
     certified: int = 0
     rows: Path | None = None
+    classes: Callable[[], int] = lambda: 2  # their number
     draw: Callable[[str | None], float] = lambda denoiser: 0.0  # its seconds, with a denoiser of this name
 
 
@@ -100,17 +102,25 @@ def advise(status: Status) -> Advice:
         front = ["--denoiser", "natural"] if status.channels == _COLOURS and not status.denoised else []
         each = _DRAWS * status.draw(front[1] if front else None)
         limit = next((some for some in _LIMITS if some * each <= _SECONDS), _LIMITS[-1])
+        sigma = "auto" if status.total > _LEAST else "0.25"
+        left_out = max(_LEAST, min(status.total // 2, _MOST)) if sigma == "auto" else 0
+        limit = int(min(limit, status.total - left_out))
         minutes = min(10, max(1, math.ceil(1.5 * limit * each / 60)))
         reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about "
         reason += f"{minutes} minute{'s' * (minutes > 1)} here; run again, it continues"
-        sampled = ["--method", "smoothing", "--sigma", "auto", "--limit", str(limit), *TEN_MINUTES]
+        sampled = ["--method", "smoothing", "--sigma", sigma, "--limit", str(limit), *TEN_MINUTES]
         head = command("finetune", *model, *train, "--recipe", "noise", "--only", "head", *front)
-        new = ["liresnet_l6w64", "--no-pretrained", "--model-args", "num_classes=N", *train, "--recipe", "liresnet"]
+        new = ["liresnet_l6w64", "--no-pretrained", "--model-args", f"num_classes={status.classes()}", *train]
+        plain = model[:-2] if status.denoised else model  # of which --denoiser is the end
+        teacher, made = plain[0], ""
+        if len(plain) > 1:  # --teacher takes no options
+            teacher, made = "ARTIFACT", f"; {command('convert', *plain, '--attention', 'keep')} writes ARTIFACT"
         others = (
             Advice(head, "a head that is fitted to noisy images, in minutes, keeps more accuracy at a larger sigma"),
             Advice(
-                command("finetune", *new, "--teacher", status.model[0] if len(status.model) == 1 else "ARTIFACT"),
-                "a Lipschitz network that learns from this one takes hours to train, and each certificate milliseconds",
+                command("finetune", *new, "--recipe", "liresnet", "--teacher", teacher),
+                "a Lipschitz network that learns from this one takes hours to train, and each certificate milliseconds"
+                + made,
             ),
         )
         return Advice(command("certify", *status.model, *data, "--eps", status.eps, *sampled, *front), reason, others)

@@ -173,6 +173,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
         words,
         eps=plan.settings[0].eps_typed,
         data=plan.data,
+        total=math.inf if plan.data is None else images.total,
         lists=words_of(plan.lists),
         denoised="--denoiser" in words,
         random=random,
@@ -215,7 +216,8 @@ def _sigma_choice(
     others = images.others(max(LEAST, int(affordable)))
     if others is None:
         raise InputError(
-            "--sigma auto needs images outside the run, and there are none: set --limit, or give --sigma a number"
+            f"--sigma auto needs images outside the run, and there are {images.total} in all: set a smaller --limit, "
+            "or give --sigma a number"
         )
     count = len(others.images)
     if count >= LEAST:
@@ -280,7 +282,8 @@ def _certify_with(
     def started(rows: int) -> None:
         if isinstance(certifier, Certifier):
             _show_methods(certifier)
-            loose = settings.method == STAGED and status.log10 is not None and status.log10 > LOOSE
+            staged = settings.method == STAGED and settings.at is None
+            loose = staged and status.log10 is not None and status.log10 > LOOSE
             if loose and len(images) > _BUNDLED:
                 say(f"note: bounds as loose as these certify nothing of use; instead: {advise(status).command}")
         else:
@@ -319,7 +322,13 @@ def _certify_with(
                 ahead=plan.ahead,
             )
     if plan.until < math.inf and plan.parts == 1 and len(tally) < len(images):
-        say(f"time: stopped after {len(tally)} of {len(images)} images; the same command continues")
+        most = "up to" if settings.noise else "about"
+        longest = "" if tally.pace is None else f", as the next may take {most} {duration(tally.pace)} each"
+        fewer = ", and so do fewer --samples" if settings.noise else ""
+        say(
+            f"time: stopped after {len(tally)} of {len(images)} images{longest}; the same command continues, a larger "
+            f"--time-budget certifies more{fewer}"
+        )
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")
@@ -332,7 +341,7 @@ def _certify_with(
     status = replace(
         status,
         images=len(run),
-        certified=1 if settings.noise else run.certified,
+        certified=1 if settings.noise or settings.at is not None else run.certified,
         rows=plan.out if plan.out is not None and plan.out.is_dir() else path,
     )
     return _Outcome(label, run, path, status)

@@ -69,12 +69,12 @@ def convert(
 
     loaded = load_model(named, asked)
     path = output(out, loaded.source.get("name", named.stem), named, asked.files, loaded, "convert", force)
-    images, origin = None, {}
+    images, origin, total = None, {}, math.inf
     if data is not None:
         opened = open_images(data, loaded, limit=IMAGES, purpose="calibrate")
         show_preprocessing(opened, loaded)
         images = next(opened.batches(IMAGES)).images
-        origin = {"data": data}
+        origin, total = {"data": data}, opened.total
 
     before = _bound(loaded, "bounding the network before")
     with busy("replacing modules"):
@@ -92,7 +92,7 @@ def convert(
     log10 = math.inf if after is None else after.log10
     words = model_options(named, asked) if report.logits_moved > CHANGED else []
     random = untrained(loaded.net, asked)
-    status = status_of(loaded, [str(path)], log10=log10, data=data, original=words, random=random)
+    status = status_of(loaded, [str(path)], log10=log10, data=data, total=total, original=words, random=random)
     swapped = Counter(f"{module.was} → {module.now}" for module in report.swapped)
     unchanged: dict[str, list[str]] = {}
     for module in report.kept:

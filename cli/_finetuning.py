@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lipcert.errors import InputError, Interrupted
+from lipcert.errors import InputError, Interrupted, LoadError
 from lipcert.inputs.artifact import save
 from lipcert.inputs.data import Batch, Images, open_images
 from lipcert.inputs.files import reserve
@@ -87,7 +87,11 @@ class Training:
         if processes.first:
             reserve(self.unfinished, stack)
         teacher = plan.teacher
-        self.teacher = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
+        try:
+            self.teacher = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
+        except LoadError as error:  # whose remedy would be for options of the teacher
+            reason = str(error).partition(";")[0]
+            raise LoadError(f"{reason}; --teacher takes a timm name, or a file that lipcert convert wrote") from error
         check_trainable(self.model, self.asked, self.teacher)
         self.images = self._open(self.of.limit)
         self.fits_head = (self.asked.loss, self.asked.only) == ("noise", "head")

@@ -15,7 +15,7 @@ import torch
 
 from lipcert.errors import InputError, LoadError, first_line
 from lipcert.inputs.data import Images
-from lipcert.inputs.loading import load
+from lipcert.inputs.loading import load, number_of_classes
 from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
 from lipcert.inputs.processes import Processes
 from lipcert.inputs.sources import Source, is_artifact
@@ -127,7 +127,8 @@ def seconds_a_draw(model: Model, denoiser: str | None = None) -> float:
 
 def status_of(model: Model, words: Sequence[str], **more: Any) -> Status:
     """The state of the work on a model, which these words name in another command."""
-    return Status(words, model.input_size[0], draw=functools.partial(seconds_a_draw, model), **more)
+    seconds, classes = (functools.partial(one, model) for one in (seconds_a_draw, number_of_classes))
+    return Status(words, model.input_size[0], classes=classes, draw=seconds, **more)
 
 
 def move_to(model: Model, device: str) -> None:

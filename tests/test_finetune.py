@@ -1001,6 +1001,9 @@ def test_the_command_takes_a_teacher_and_weights_for_other_classes(folder) -> No
     wrong = (*named[:4], seven, *named[5:], *SHORT, "--teacher", "small.lipcert.safetensors", "--out", "w.safetensors")
     assert "the teacher has 10 classes and the model 7" in run(*wrong, code=2).stderr
     assert "there is no file none.safetensors" in run(*named, *SHORT, "--teacher", "none.safetensors", code=2).stderr
+    unfit = run(*named, *SHORT, "--teacher", "seven.pth", code=2).stderr
+    assert unfit.endswith("; --teacher takes a timm name, or a file that lipcert convert wrote\n")
+    assert "--model-args" not in unfit
 
 
 def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:

@@ -39,7 +39,7 @@ def journey(tmp_path):
     for parameter in net.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     torch.save(net.state_dict(), tmp_path / "mine.pth")
-    names = {"TRAIN": "images", "TEST": "images", "IMAGES": "images", "N": "3", "ARTIFACT": ARTIFACT}
+    names = {"TRAIN": "images", "TEST": "images", "IMAGES": "images", "ARTIFACT": ARTIFACT}
     return Journey(tmp_path, here, names, SIZES)
 
 
@@ -64,6 +64,11 @@ def test_a_network_with_a_loose_bound(journey):
     """It is smoothed, or trained behind noise, or distilled, and every way ends in a report."""
     weights = torch.load(journey.folder / "mine.pth")
     torch.save({key: 1e3 * value if value.dim() > 1 else value for key, value in weights.items()}, "mine.pth")
+    journey.follow = False
+    journey.go("convert", NAME, "--checkpoint", "mine.pth", *SMALL, "--attention", "keep")  # as advised for a teacher
+    journey.follow, journey.sizes = True, {**SIZES, "certify": {"--samples": "200"}}  # the images advised for twelve
+    journey.go("certify", NAME, "--checkpoint", "mine.pth", *SMALL, "--data", "images", "--eps", "36/255")
+    journey.sizes = SIZES
     for command in ("convert", "inspect"):
         journey.go(command, NAME, "--checkpoint", "mine.pth", *SMALL)
     typed = {" ".join(step.words) for step in journey.steps}

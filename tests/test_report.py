@@ -645,6 +645,7 @@ def test_radii_inside_the_network_are_not_called_radii_of_pixels():
     arguments = ["digits-vit", "--eps", "36/255", "--limit", "2", "--method", "anchored"]
     printed = commands.run("certify", *arguments, "--at", "blocks.1", "--out", "r.jsonl")
     assert "perturbations of the output of blocks.1, not of the pixels" in printed.stdout
+    assert printed.stdout.count("\nnext\tlipcert report r.jsonl --html r.html") == 1
     (one,) = read_runs(["r.jsonl"])
     assert "ℓ2 perturbation of the output of blocks.1 up to ε" in _build.sentence(one, one.every_eps)
     assert [text for text in promises([one]) if "Distances are measured on pixels" in text] == []

@@ -290,11 +290,27 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     ("seconds", "limit", "time"), [(0.001, 100, "1 minute "), (0.05, 50, "10 min"), (0.2, 10, "8 min")]
 )
 def test_the_advised_images_fit_ten_minutes_of_this_machine(seconds, limit, time):
-    asked = []
+    asked: list[str | None] = []
     advice = advise(Status(["vit"], log10=40.0, draw=lambda denoiser: asked.append(denoiser) or seconds))
     assert f"--limit {limit} --time-budget 10m" in advice.command
     assert f"in about {time}" in advice.reason
     assert asked == ["natural"]
+
+
+@pytest.mark.parametrize(
+    ("total", "words"),
+    [(8, "0.25 --limit 8"), (9, "auto --limit 1"), (50, "auto --limit 25"), (120, "auto --limit 72")],
+)
+def test_the_advised_images_leave_some_for_the_choice_of_sigma(total, words):
+    assert f"--sigma {words} " in advise(Status(["vit"], log10=40.0, data="val", total=total)).command
+
+
+@pytest.mark.parametrize("denoised", [[], ["--denoiser", "dct"]])
+def test_a_network_to_be_taught_gets_the_classes_of_the_teacher_and_a_file_of_it(denoised):
+    words = ["vit", "--checkpoint", "w.pth", *denoised]
+    taught = advise(Status(words, classes=lambda: 7, log10=40.0, denoised=bool(denoised))).others[1]
+    assert "--model-args num_classes=7 " in taught.command
+    assert taught.reason.endswith("; lipcert convert vit --checkpoint w.pth --attention keep writes ARTIFACT")
 
 
 def test_nothing_is_trained_on_the_images_that_were_certified():

@@ -128,7 +128,7 @@ def certify_in_memory(
         _collect(run, tally.add, progress)
     except KeyboardInterrupt as error:
         raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept with --no-out") from error
-    tally.seconds = time.monotonic() - started
+    tally.seconds, tally.pace = time.monotonic() - started, run.pace
     return tally
 
 
@@ -177,6 +177,7 @@ def certify_to_file(
             remaining = Remaining(certifier, images, done, part, parts, workers, deadline, ahead)
             _collect(remaining, file.append, progress)
             file.unfinished |= remaining.stopped
+            file.tally.pace = remaining.pace
         except KeyboardInterrupt as error:
             raise Interrupted(
                 f"interrupted after {len(file.tally) - before} images; {shard} keeps {len(file.tally)} rows, "
