@@ -97,6 +97,8 @@ class Training:
         self.fits_head = (self.asked.loss, self.asked.only) == ("noise", "head")
         self.validation = self._validation()
         self.measured: list[str] = []  # what the held-out images were measured by
+        self.least: list[float] = []  # the first share of them by the last of these
+        self.ended = ""  # why training ended before its time
         self.done, self.total = 0, len(self.images) * self.asked.epochs
 
     def _open(self, limit: int | None) -> Images:
@@ -130,7 +132,9 @@ class Training:
             self.update(0, self.total, first)
             self._train(batches)
         stopped = self.model.recipe[-1].get("stopped_after")
-        if stopped is not None:
+        if self.ended:
+            say(f"note: {self.ended}")
+        elif stopped is not None:
             say(f"time: stopped after {stopped} whole epochs of {epochs}; the same command continues")
         if self.validation is not None and self.validation.epoch:
             self.validation.restore()
@@ -143,7 +147,7 @@ class Training:
         if self.processes.first:
             with busy(f"writing {self.path}"):
                 save(self.model, self.path, facts=facts, force=self.plan.force)
-            if stopped is None:
+            if stopped is None or self.ended:
                 self._forget()
         if self.plan.as_json:
             accuracy = {"before": self.before[0] / self.before[1], "after": after[0] / after[1]}
@@ -184,8 +188,8 @@ class Training:
         self.done += more
         self.update(self.done, self.total)
 
-    def _finished(self, epoch: Epoch) -> None:
-        """Measures and prints an epoch; ends a training in which nothing is learnt."""
+    def _finished(self, epoch: Epoch) -> bool:
+        """Measures and prints an epoch; returns whether training ends, as nothing shows that the network learns."""
         self.done = self.done or epoch.number * len(self.images)  # resumed
         figures = {}
         if self.validation is not None:
@@ -193,13 +197,13 @@ class Training:
             figures = self.validation(epoch.number, self.processes.first)
         self.measured[:] = figures
         _say_epoch(epoch, figures)
-        try:
-            _check_learning(epoch, figures, self.validation, len(self.images), self.before[0] / self.before[1])
-        except InputError:  # what is left must not stand in the way of another try
-            self._forget()
-            raise
+        self.least = self.least or [*figures.values()][-1:]
+        rises = len(figures) > 1 and [*figures.values()][-1:] > self.least
+        before = self.before[0] / self.before[1]
+        self.ended = _check_learning(epoch, figures, rises, self.validation, len(self.images), before)
         following = f"epoch {min(epoch.number + 1, epoch.epochs)} of {epoch.epochs}, loss {epoch.loss:.4f}"
         self.update(self.done, self.total, following)
+        return bool(self.ended)
 
     def _accuracy(self, images: Images, seconds: float = math.inf) -> tuple[int, int]:
         """The numbers of correct predictions, as the loss sees images, and of images; stops after so many seconds."""
@@ -267,37 +271,42 @@ def _chosen(recipe: str, asked: FinetuneSettings, given: Mapping[str, Any]) -> s
 
 
 def _check_learning(
-    epoch: Epoch, figures: Mapping[str, float], validation: Validation | None, trained_on: int, before: float
-) -> None:
+    epoch: Epoch,
+    figures: Mapping[str, float],
+    rises: bool,
+    validation: Validation | None,
+    trained_on: int,
+    before: float,
+) -> str:
     """Warns where a network is no better than the largest class on held-out images, by two standard errors.
 
-    Ends the training where, after half of the epochs, it is no better on the training images either, nor better on the
-    held-out ones than it was ``before``.
+    Returns why training ends where, after half of the epochs, it is no better on the training images either, nor better
+    on the held-out ones than it was ``before``, and where no certified share of these ``rises``; otherwise nothing.
     """
     accuracy = figures.get("clean", figures.get("noisy"))
     if validation is None or accuracy is None or not max(2, epoch.epochs / 3) <= epoch.number < epoch.epochs:
-        return
+        return ""
     count = len(validation.labels)
     if count < _HELD_OUT[0]:
-        return
+        return ""
     largest = validation.labels.bincount().max().item() / count
 
     def is_better(share: float, than: float, of: int) -> bool:
         return share > than + 2 * math.sqrt(than * (1 - than) / of)
 
     if is_better(accuracy, largest, count):
-        return
+        return ""
     seen = (
         f"after {epoch.number} of {epoch.epochs} epochs {accuracy:.1%} of {count} held-out images are classified "
         f"correctly, and the largest class has {largest:.1%}"
     )
-    learns = is_better(epoch.accuracy, largest, trained_on) or is_better(accuracy, before, count)
+    learns = rises or is_better(epoch.accuracy, largest, trained_on) or is_better(accuracy, before, count)
     if learns or epoch.number < epoch.epochs / 2:
         say(f"note: {seen}; it may be too early to tell whether the network learns")
-        return
-    raise InputError(
-        f"{seen}, and {epoch.accuracy:.1%} of the training images: the network has learnt nothing. Try a smaller --lr "
-        "or --eps, or another --recipe"
+        return ""
+    return (
+        f"training ended: {seen}; of the training images {epoch.accuracy:.1%} are. Neither accuracy is above that class "
+        "by two standard errors: try a smaller --lr or --eps, or another --recipe"
     )
 
 

@@ -61,7 +61,7 @@ def finetune(
     teacher: Model | nn.Module | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     origin: Mapping[str, Any] | None = None,
-    progress: Callable[[Epoch], None] | None = None,
+    progress: Callable[[Epoch], bool | None] | None = None,
     until: float = math.inf,
     **settings: Any,
 ) -> Model:
@@ -96,7 +96,8 @@ def finetune(
             the state of torch's random generator at that time.
         origin: a description of the loader, such as the data set and the batch size, as values for JSON. The recipe
             records it, and a checkpoint with another description is refused.
-        progress: called after each epoch, and again for the last finished epoch when a run resumes.
+        progress: called after each epoch, and again for the last finished epoch when a run resumes. Where it returns
+            true after an epoch, training ends.
         until: the time, as ``time.time()``, after which training stops, by when the model has the weights of that time.
             With a checkpoint the same call continues. Batches of several processes differ in time, and so they stop
             after an epoch.
@@ -161,9 +162,8 @@ def finetune(
             done = run.epoch(save, until) if processes.count == 1 else run.epoch()
             good = _copy(model.state_dict())
             save()
-            if done is not None and progress is not None:
-                progress(done)
-            if any(processes.gather(time.time() > until)):
+            ends = done is not None and progress is not None and progress(done)
+            if any(processes.gather(ends or time.time() > until)):
                 break
     except BaseException:
         model.load_state_dict(good)
