@@ -180,7 +180,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     )
     outcomes = []
     if loaded.sigma is not None:
-        say(f"model: that of a smoothed classifier, σ = {loaded.sigma:g}")
+        say(f"model: a smoothed classifier, σ = {loaded.sigma:g}")
     for asked in [one.smoothed(loaded.sigma) for one in plan.settings]:
         earlier = [out] if out else sorted(Path().glob(f"{stem}*.jsonl")) if plan.keep else []
         choice = _sigma_choice(loaded, asked, images, earlier, processes, plan.until) if asked.sigma == AUTO else None
@@ -291,7 +291,7 @@ def _certify_with(
             say(f"estimated per image: {SMOOTHING} up to {most}; draws at once: at most {certifier.batch}")
         show_preprocessing(images, loaded)
         if rows:
-            say(f"{file}: continuing after {rows} images")
+            say(f"{file}: continuing after {rows} image{'s' * (rows > 1)}")
 
     with progress("certifying", len(images)) as update:
         done = 0
@@ -322,13 +322,10 @@ def _certify_with(
                 ahead=plan.ahead,
             )
     if plan.until < math.inf and plan.parts == 1 and len(tally) < len(images):
-        most = "up to" if settings.noise else "about"
-        longest = "" if tally.pace is None else f", as the next may take {most} {duration(tally.pace)} each"
-        fewer = ", and so do fewer --samples" if settings.noise else ""
-        say(
-            f"time: stopped after {len(tally)} of {len(images)} images{longest}; the same command continues, a larger "
-            f"--time-budget certifies more{fewer}"
-        )
+        each = f"{'up to' if settings.noise else 'about'} {duration(tally.pace or 0.0)} each".replace("up to <", "<")
+        more = "a larger --time-budget" + (" or fewer --samples" if settings.noise else "")
+        begun = f"time: stopped after {len(tally)} of {len(images)} images, as the next may take {each}"
+        say(f"{begun}; the same command continues, and with {more} fewer are left")
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -88,7 +88,7 @@ def constrain(
             agreement = report.after.agreement
             words = model_options(origin, of_model) if agreement is not None and agreement < 1 - CHANGED else []
             train = "TRAIN" if data is None or labels is not None else data
-            known = {"log10": report.after.log10_bound, "data": "TEST", "train": train}
+            known: dict[str, Any] = {"log10": report.after.log10_bound, "data": "TEST", "train": train}
             known |= {"lists": words_of({"classes": classes}), "random": untrained(loaded.net, of_model)}
             status = status_of(loaded, [str(path)], **known, original=words)
             _print_report(report, origin.word, path, status)

@@ -271,12 +271,7 @@ def _chosen(recipe: str, asked: FinetuneSettings, given: Mapping[str, Any]) -> s
 
 
 def _check_learning(
-    epoch: Epoch,
-    figures: Mapping[str, float],
-    rises: bool,
-    validation: Validation | None,
-    trained_on: int,
-    before: float,
+    epoch: Epoch, figures: Mapping[str, float], rises: bool, validation: Validation | None, images: int, before: float
 ) -> str:
     """Warns where a network is no better than the largest class on held-out images, by two standard errors.
 
@@ -300,13 +295,13 @@ def _check_learning(
         f"after {epoch.number} of {epoch.epochs} epochs {accuracy:.1%} of {count} held-out images are classified "
         f"correctly, and the largest class has {largest:.1%}"
     )
-    learns = rises or is_better(epoch.accuracy, largest, trained_on) or is_better(accuracy, before, count)
+    learns = rises or is_better(epoch.accuracy, largest, images) or is_better(accuracy, before, count)
     if learns or epoch.number < epoch.epochs / 2:
         say(f"note: {seen}; it may be too early to tell whether the network learns")
         return ""
     return (
-        f"training ended: {seen}; of the training images {epoch.accuracy:.1%} are. Neither accuracy is above that class "
-        "by two standard errors: try a smaller --lr or --eps, or another --recipe"
+        f"training ended: {seen}; of the training images {epoch.accuracy:.1%} are. Neither is above that class by two "
+        "standard errors: try a smaller --lr or --eps, or another --recipe"
     )
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lipcert.errors import InputError
 from lipcert.inputs.sources import Source
 from lipcert.settings import LOOSE, shown, unreached
 
 from ._advice import advise
 from ._options import AsJson, ModelName, ModelOptions, options_of
-from ._print import print_facts, print_json, print_table, progress, start, upper
+from ._print import command, print_facts, print_json, print_table, progress, start, upper
 
 if TYPE_CHECKING:
     from lipcert.bounds import Bound, LayerBound
@@ -41,6 +42,9 @@ def inspect(
     from ._loading import load_model, model_options, status_of, untrained
 
     loaded = load_model(named, asked, features=True)
+    if loaded.sigma is not None:
+        certify = command("certify", named.word, "--data", "IMAGES", "--eps", "36/255")
+        raise InputError(f"{named.word} is a smoothed classifier: it has no Lipschitz bound; {certify}")
     with progress("reading the network") as update:
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)

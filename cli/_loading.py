@@ -127,8 +127,8 @@ def seconds_a_draw(model: Model, denoiser: str | None = None) -> float:
 
 def status_of(model: Model, words: Sequence[str], **more: Any) -> Status:
     """The state of the work on a model, which these words name in another command."""
-    seconds, classes = (functools.partial(one, model) for one in (seconds_a_draw, number_of_classes))
-    return Status(words, model.input_size[0], classes=classes, draw=seconds, **more)
+    more["classes"] = functools.partial(number_of_classes, model)
+    return Status(words, model.input_size[0], draw=functools.partial(seconds_a_draw, model), **more)
 
 
 def move_to(model: Model, device: str) -> None:

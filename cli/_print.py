@@ -162,7 +162,7 @@ class _Pace:
         """The progress, the mean speed, and the time left, or the time since the start while that is unknown."""
         elapsed, of = time.monotonic() - self.started, "" if self.total is None else f"/{self.total:g}"
         parts = [f"{math.floor(10 * self.done) / 10:g}{of}"] if self.done or of else []
-        if self.done and elapsed:
+        if self.done and elapsed and not self.left:  # which is a range, and says more
             speed = self.done / elapsed
             parts.append(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each")
         return ", ".join([*parts, self.left or f"{timedelta(seconds=int(elapsed))} so far"])

@@ -203,7 +203,7 @@ def test_pages_and_frames_after_the_first_are_noted(tmp_path, kind, noted):
 
 
 def test_paths_without_images(tmp_path):
-    refused(tmp_path / "none", "there is no folder or .tar file", "torch/")
+    refused(tmp_path / "none", "there is no image, folder or .tar file", "torch/")
     refused(write(tmp_path / "texts", {"a/1.txt": b"text"}), "holds no images", ".png")
     refused(write_tar(tmp_path / "texts.tar", {"a/1.txt": b"text"}), "holds no images")
     (tmp_path / "empty").mkdir()

@@ -1179,7 +1179,7 @@ def test_only_a_network_that_shows_no_sign_of_learning_is_stopped(held, trained,
     """By 60 held-out images of ten classes, where it began at 10 %; 24 % of them are better than that."""
     labels = torch.tensor([0] * 9 + [*range(1, 10)] * 6)[:60]
     check = functools.partial(
-        _finetuning._check_learning, rises=rises, validation=SimpleNamespace(labels=labels), trained_on=540, before=0.1
+        _finetuning._check_learning, rises=rises, validation=SimpleNamespace(labels=labels), images=540, before=0.1
     )
     assert not check(Epoch(1, 4, 1.0, trained, 0.1, 1.0), {"clean": held})
     assert not capsys.readouterr().err

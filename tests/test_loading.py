@@ -222,6 +222,7 @@ def test_missing_files(tmp_path):
 
 
 def test_arguments_that_timm_does_not_take():
+    fails(LoadError, "; did you mean num_classes?", source="test_vit", pretrained=False, num_class=3)
     fails(LoadError, "bogus=3", source="test_vit", pretrained=False, bogus=3)
     fails(LoadError, "patch_size='x'", source="test_vit", pretrained=False, patch_size="x")
     fails(InputError, "checkpoint=", source="test_vit", pretrained=False, checkpoint_path="w.pth")

@@ -139,6 +139,8 @@ def test_a_denoiser_is_given_again_to_a_file_that_holds_the_noise(tmp_path: Path
     Image.new("RGB", (16, 16)).save(tmp_path / "black.png")
     words = (str(tmp_path / "smoothed.safetensors"), str(tmp_path / "black.png"), "--denoiser", "dct")
     run("predict", *words)
+    said = run("inspect", words[0], code=2).stderr
+    assert f"is a smoothed classifier: it has no Lipschitz bound; lipcert certify {words[0]} --data IMAGES" in said
 
 
 @pytest.mark.parametrize("denoiser", [None, "natural"])

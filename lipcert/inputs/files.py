@@ -120,7 +120,7 @@ def place_of(spec: str) -> tuple[Path, str, str | None]:
     if colon and os.path.exists(place):
         return Path(place), place, split
     kinds = " and ".join(f"{kind}/" for kind in KINDS)
-    raise InputError(f"there is no folder or .tar file {spec}; data sets by name start with {kinds}")
+    raise InputError(f"there is no image, folder or .tar file {spec}; data sets by name start with {kinds}")
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import http.client
 import inspect
 import logging
+import re
 import ssl
 import urllib.error
 import urllib.request
@@ -25,6 +27,7 @@ from lipcert.inputs.sources import FOLDER, HUB, unknown
 
 PROBE_SECONDS = 5.0
 _NETWORK_ERRORS = (hub_errors.LocalEntryNotFoundError, hub_errors.OfflineModeIsEnabled)
+_COMMON = ("num_classes", "in_chans", "img_size", "patch_size", "embed_dim", "depth", "num_heads", "global_pool")
 
 # Arguments of timm.create_model that select weights and do not change the network.
 WEIGHT_ARGUMENTS = frozenset({"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"})
@@ -139,7 +142,9 @@ def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
         )
     if arguments:
         listing = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)
-        return f"timm cannot build {name} with {listing}: {message}"
+        wrong = re.search(r"unexpected keyword argument '(\w+)'", message)
+        close = difflib.get_close_matches(wrong[1], _COMMON, n=1) if wrong else []
+        return f"timm cannot build {name} with {listing}: {message}{f'; did you mean {close[0]}?' if close else ''}"
     return f"timm cannot load {name}: {message}"
 
 

@@ -293,7 +293,8 @@ def sentence(run: Run, eps: Eps) -> str:
         text += f", and abstains on {run.abstained}." if run.smoothed else "."
     if run.attacked:
         surviving = share(run.surviving_at(value), count, False)
-        text += f" Under {run.attack}, {surviving} remain so; the robust share lies between."
+        known = ", which is the robust share" if run.surviving_at(value) == certified else ""
+        text += f" Under {run.attack}, {surviving} remain so{known or '; the robust share lies between'}."
     if run.smoothed:
         network = f"the network, behind the denoiser {run.denoiser}," if run.denoiser else "the network"
         text += f" The smoothed classifier returns the class that {network} predicts most often under Gaussian noise "

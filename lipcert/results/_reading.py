@@ -217,10 +217,11 @@ class Run(Tally):
 
     @property
     def attack(self) -> str:
-        """The attack's name, version and settings, as far as the summary has them."""
+        """The attack's name, another package's version, and settings, as far as the summary has them."""
         attack = self.summary.get("attack") or {}
         settings = attack.get("settings") or {}
-        name = f"{self.attack_name} {attack.get('version', '')}".rstrip()
+        version = str(attack.get("version", ""))
+        name = f"{self.attack_name} {'' if version.isdigit() else version}".rstrip()  # a digit is lipcert's own
         return f"{name} ({', '.join(_pairs(settings))})" if settings else name
 
     def settings(self, attack: Any = None) -> CertifySettings:

@@ -127,7 +127,8 @@ def certify_in_memory(
         run = Remaining(certifier, images, workers=workers, deadline=deadline, ahead=ahead)
         _collect(run, tally.add, progress)
     except KeyboardInterrupt as error:
-        raise Interrupted(f"interrupted after {len(tally)} images; nothing is kept with --no-out") from error
+        done = f"{len(tally)} image{'s' * (len(tally) != 1)}"
+        raise Interrupted(f"interrupted after {done}; nothing is kept with --no-out") from error
     tally.seconds, tally.pace = time.monotonic() - started, run.pace
     return tally
 
@@ -179,8 +180,9 @@ def certify_to_file(
             file.unfinished |= remaining.stopped
             file.tally.pace = remaining.pace
         except KeyboardInterrupt as error:
+            new = len(file.tally) - before
             raise Interrupted(
-                f"interrupted after {len(file.tally) - before} images; {shard} keeps {len(file.tally)} rows, "
+                f"interrupted after {new} image{'s' * (new != 1)}; {shard} keeps {len(file.tally)} rows, "
                 "and the same command continues from there"
             ) from error
     if processes.count == 1:
