@@ -323,9 +323,9 @@ def _certify_with(
             )
     if plan.until < math.inf and plan.parts == 1 and len(tally) < len(images):
         each = f"{'up to' if settings.noise else 'about'} {duration(tally.pace or 0.0)} each".replace("up to <", "<")
-        more = "a larger --time-budget" + (" or fewer --samples" if settings.noise else "")
+        more = "a larger --time-budget" + (", or fewer --samples," if settings.noise else "")
         begun = f"time: stopped after {len(tally)} of {len(images)} images, as the next may take {each}"
-        say(f"{begun}; the same command continues, and with {more} fewer are left")
+        say(f"{begun}; the same command continues, and {more} reaches more")
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")
