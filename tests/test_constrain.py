@@ -600,7 +600,7 @@ def test_command_refuses_bad_input(folder):
     assert "did you mean head" in refused(*command, "--layers", "heads")
     assert "no device" in refused(*command, "--device", "banana")
     assert "at least 1" in refused(*command, "--limit", "0")
-    assert "there is no folder" in refused(model, "--data", "none")
+    assert "there is no image, folder" in refused(model, "--data", "none")
     Path("empty").mkdir()
     assert "holds no images" in refused(model, "--data", "empty")
     Path("notes.txt").write_text("mine")
