@@ -412,7 +412,7 @@ def test_a_draw_in_some_passes_is_seen_beside_other_threads(draw, first) -> None
     with ThreadPoolExecutor(1) as pool:
         pool.submit(ended.wait)
         try:
-            drawn = [watched(lambda: draw() if next(passes) % 2 else None)[1] for _ in range(4)]
+            drawn = [watched(lambda: draw() if next(passes) % 2 else None)[1].anew for _ in range(4)]
         finally:
             ended.set()
     assert drawn == [bool((first + run) % 2) for run in range(4)]

@@ -234,7 +234,7 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
                     problems[-1] += f", or kernels of torch for {str(image.dtype)[6:]} that do, and not for float32"
     if state != _state(module):
         problems.append("forward code that changes its module")
-    if any(drawn):
+    if any(draws.anew for draws in drawn) or len({*drawn}) > 1:
         problems.append("forward code that draws random numbers")
     if problems:
         raise UnsupportedCode([(problem, "") for problem in problems])

@@ -5,35 +5,50 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
+_PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 
 
-def watched(run: Callable[[], T]) -> tuple[T, bool]:
-    """What a function returns, and whether this thread draws random numbers in it; other threads may draw them.
+class Drawn(NamedTuple):
+    """The random numbers that a function drew.
 
-    Sees torch's kernels and Python's ``random``, whatever generator they use, and the state of NumPy's global
-    generator. Python's are not seen while another profiler runs.
+    Attributes:
+        anew: whether from a global generator, or the system's.
+        states: what other generators were in before each draw; those of a generator that is seeded in every call are
+            the same in each.
+    """
+
+    anew: bool
+    states: tuple[int, ...]
+
+
+def watched(run: Callable[[], T]) -> tuple[T, Drawn]:
+    """What a function returns, and what this thread draws in it; other threads may draw random numbers.
+
+    Sees torch's kernels and Python's ``random``, and the state of NumPy's global generator. Python's are not seen while
+    another profiler runs.
     """
     before = _numpy_state()
     with _Draws() as draws:
         result = run()
-    return result, draws.seen or _numpy_state() != before
+    return result, Drawn(draws.anew or _numpy_state() != before, tuple(draws.states))
 
 
 class _Draws(TorchDispatchMode):
-    """Sees whether a kernel, or a generator of Python, may draw a random number."""
+    """Notes the draws of kernels and of Python's generators."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+        self.anew = False
+        self.states: list[int] = []
 
     def __enter__(self) -> Any:
         self.profiles = sys.getprofile() is None
@@ -47,14 +62,24 @@ class _Draws(TorchDispatchMode):
             sys.setprofile(None)
 
     def _profile(self, frame: Any, event: str, called: Any) -> None:
-        self.seen |= event == "c_call" and isinstance(getattr(called, "__self__", None), random.Random)
+        generator = getattr(called, "__self__", None) if event == "c_call" else None
+        if isinstance(generator, random.Random) and called.__name__ in ("random", "getrandbits"):
+            if generator is _PYTHONS or isinstance(generator, random.SystemRandom):
+                self.anew = True
+            else:
+                self.states.append(hash(generator.getstate()))
 
     def __torch_dispatch__(self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in getattr(kernel, "tags", ()):
             given = {parameter.name: parameter.default_value for parameter in kernel._schema.arguments}
             given |= dict(zip(given, args, strict=False)) | kwargs
-            self.seen |= given.get("dropout_p") != 0 and given.get("train", given.get("training", True))
+            generator = given.get("generator")
+            if generator is not None and generator is not torch.default_generator:
+                self.states.append(hash(generator.get_state().numpy().tobytes()))
+            else:
+                used = given.get("dropout_p", given.get("p")) != 0
+                self.anew |= used and given.get("train", given.get("training", True))
         return kernel(*args, **kwargs)
 
 
