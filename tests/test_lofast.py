@@ -393,6 +393,12 @@ class _Reads(nn.Module):
         return self.head(self.block[0](x.flatten(1)) + self.block[1](x.flatten(1)).tanh())
 
 
+def test_what_follows_may_write_to_the_output_of_a_place():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)).eval()
+    model = lipcert.load(net, mean=0.0, std=1.0, input_size=(1, 2, 2))
+    assert lipcert.certify(model, torch.rand(2, 1, 2, 2), eps=0.01, at="1", method="anchored").radius.gt(0).all()
+
+
 @pytest.mark.parametrize("kind", ["two outputs", "run twice", "never run itself"])
 def test_a_place_is_refused_whose_output_is_not_what_it_computes_last(kind):
     """The radius would be that of a perturbation of another value."""

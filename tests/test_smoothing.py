@@ -509,6 +509,29 @@ def test_networks_that_are_no_function_of_one_image() -> None:
             Smoothing(wrapped(net), EPS, sigma=0.5)
 
 
+class InType(nn.Module):
+    """Code that names its own type, or computes in float32 whatever its weights are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype, self.linear = dtype, nn.Linear(48, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight.to(self.dtype)
+        return F.linear(F.normalize(x.flatten(1).to(self.dtype)), F.normalize(weight))
+
+
+class Halved(InType):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(1).to(self.dtype))
+
+
+@pytest.mark.parametrize("net", [InType(torch.float32), Halved(torch.bfloat16).bfloat16()])
+def test_code_that_names_its_type_is_smoothed(net: nn.Module) -> None:
+    model = lipcert.load(net.eval(), mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 4, 4))
+    assert Smoothing(model, EPS, sigma=0.25).classes == 10
+
+
 @pytest.mark.parametrize("labels", [torch.tensor([0]), torch.tensor([0, 2]), torch.tensor([0.0, 1.0])])
 def test_labels_that_do_not_fit(labels: Tensor) -> None:
     with pytest.raises(InputError, match="labels must be"):

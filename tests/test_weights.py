@@ -168,7 +168,9 @@ def test_mean_and_std_are_recorded_in_many_forms(net, tmp_path, kind):
 
 @pytest.mark.parametrize("record", [{"mean": MEAN}, {"args": {"mean": None, "std": STD}}, {"mean": "ours", "std": STD}])
 def test_one_of_mean_and_std_is_not_taken_alone(net, tmp_path, record):
-    torch.save({"state_dict": net.state_dict(), "loss_mean": 0.3, "loss_std": 0.1, **record}, tmp_path / "w.pth")
+    others = {"loss_mean": 0.3, "loss_std": 0.1, "scores": {"mean": 0.9, "std": 0.02}}
+    others["config"] = {"initializer": {"mean": 0.0, "std": 0.02}}
+    torch.save({"state_dict": net.state_dict(), **others, **record}, tmp_path / "w.pth")
     with pytest.warns(UserWarning, match=r"not both mean and std as numbers.* give mean= and std="):
         model = load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
     assert model.mean.flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])

@@ -247,13 +247,14 @@ class LabelList:
         An entry is the end of a file's path, with or without a suffix. An absolute path that begins elsewhere, as on
         another machine, has to lead through a folder that is called like the root.
         """
-        own = re.escape(re.findall(_OWN, root)[0])
-        elsewhere = rf"^(?:~|\w+:|(?=/)(?!/{re.escape(root.split('/')[1])}/)).*/{own}/"
+        elsewhere = re.compile(rf"(?:~|\w+:|/).*/{re.escape(re.findall(_OWN, root)[0])}/")
         labels: dict[str, str] = {}
         for row in self.rows:
             if len(row) > number:
                 path = re.sub(r"^(\.\./)+", "", posixpath.normpath(composed(row[number].replace("\\", "/"))))
-                path = re.sub(elsewhere, lambda _: f"{root}/", path)
+                path = path.replace(".tar/", "/")
+                there = None if path.startswith(f"{root}/") or os.path.exists(path) else elsewhere.match(path)
+                path = f"{root}/{path[there.end() :]}" if there else path
                 labels[path] = ";".join(dict.fromkeys((labels.get(path, row[self.label]), row[self.label])))
         times = Counter(os.path.splitext(path)[0] for path in labels)
         entries = {stem: path for path in labels if times[stem := os.path.splitext(path)[0]] == 1}
@@ -266,7 +267,8 @@ class LabelList:
             if key is not None:
                 found[name] = entries[key]
         whole = any(f"{root}/{composed(name)}".endswith(key) for name, key in found.items())
-        known = 2 * bool(_FILE_COLUMN.fullmatch(self.plain[number])) + (self.plain[number] not in _ROW_COLUMNS)
+        known = 4 * bool(_FILE_COLUMN.fullmatch(self.plain[number])) + 2 * (self.plain[number] not in _ROW_COLUMNS)
+        known += self.plain[number] in ("id", "name")
         return (whole, known), len(found), number, found, labels
 
     def numbers(self, labels: Sequence[str], count: int, names: Sequence[str]) -> list[int] | None:

@@ -67,6 +67,13 @@ _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes 
 # What scripts, and modules that normalise pixels, call a mean, and what they call its standard deviation.
 _MEAN = re.compile(r"((?:.*\.)?_?(?:(?:data|dataset|image|img|input|new|norm\w*|pixel|rgb)_)?)(means?|mu)")
 _STD = {"mean": ("std", "sd", "stdev"), "means": ("stds", "sds"), "mu": ("sigma",)}
+# Records in which mean and std are those of pixels, not of scores, noise or weights.
+_HOLDS = re.compile(
+    r"args|hparams|hyper_parameters|opts?|options|cfg|config|meta|info|params|\w+_(args|cfg|config)"
+    r"|(data|image|img|input|pre_?process|normali[sz]|transform)\w*"
+)
+# What has as many entries as an image has channels, and is not in front of a network.
+_BESIDE = re.compile(r"criterion|loss|metric|acc|conf|queue|temperature|class_weight|teacher|momentum|ema|target")
 # Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _REALS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))  # of 8 bits are scaled elsewhere
@@ -199,8 +206,9 @@ def _normalisation(content: Mapping[str, Any], path: Path) -> dict[str, list[flo
 def _recorded(value: Any, name: str = "", depth: int = _NESTED) -> Iterator[tuple[str, list[float]]]:
     """Numbers that are called means and deviations beside the weights, with the keys where they are."""
     value = vars(value) if isinstance(value, argparse.Namespace) else value
-    if isinstance(value, Mapping) and depth:
-        for key in (key for key in value if key not in _WRAPPERS):
+    if isinstance(value, Mapping):
+        held = depth and (not name or _HOLDS.fullmatch(name.rpartition(".")[2]))
+        for key in () if not held else (key for key in value if key not in _WRAPPERS):
             yield from _recorded(value[key], f"{name}.{key}".lstrip("."), depth - 1)
     elif re.search(r"(mean|std|sd)s?$|stdev$", name) and (numbers := _numbers(value)):
         yield name, numbers
@@ -384,14 +392,14 @@ def _normaliser(
         numbers = "; ".join(f"{key} {', '.join(f'{x:.6g}' for x in value)}" for key, value in pixels.items())
         warnings.warn(f"{file}: the normalisation is that of {' and '.join(used)} in it: {numbers}", stacklevel=3)
     unread = [key for key in outside if key not in used and key.rpartition(".")[2] not in _ADDED]
-    inside = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+    inside = {key.removeprefix(prefix) for key in state if key.startswith(prefix)} - {"weight", "bias"}
     for key in unread if channels and not used else ():
-        if any(key.endswith(f".{name}") for name in inside if "." in name):
+        if any(key.endswith(f".{name}") for name in inside):
             continue  # of another such network, as a teacher
         weight = re.sub("bias$", "weight", key)  # a bias is told by its weight
         value = state[weight if weight in state else key]
         from_pixels = value.numel() == channels or (value.dim() > 1 and value.shape[1] == channels)
-        if from_pixels and not re.search("criterion|loss", key):  # which hold weights of classes
+        if from_pixels and value.is_floating_point() and not _BESIDE.search(key):
             raise LoadError(
                 f"{file}: {key}, outside {prefix}, may change pixels before the network; give the normalisation that "
                 f"was used, {as_given('mean=')} and {as_given('std=')}, or the whole network as a module in Python"

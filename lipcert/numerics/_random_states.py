@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
+_TRIES = 9
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 
 
@@ -31,13 +33,17 @@ class Drawn(NamedTuple):
 def watched(run: Callable[[], T]) -> tuple[T, Drawn]:
     """What a function returns, and what this thread draws in it; other threads may draw random numbers.
 
-    Sees torch's kernels and Python's ``random``, and the state of NumPy's global generator. Python's are not seen while
-    another profiler runs.
+    Sees torch's kernels and Python's ``random``; Python's not while another profiler runs. NumPy's global generator is
+    seen by its state, which other threads may change: the function is then run again, a few times.
     """
-    before = _numpy_state()
-    with _Draws() as draws:
-        result = run()
-    return result, Drawn(draws.anew or _numpy_state() != before, tuple(draws.states))
+    for _ in range(_TRIES if threading.active_count() > 1 else 1):
+        before = _numpy_state()
+        with _Draws() as draws:
+            result = run()
+        changed = _numpy_state() != before
+        if draws.anew or not changed:
+            break
+    return result, Drawn(draws.anew or changed, tuple(draws.states))
 
 
 class _Draws(TorchDispatchMode):

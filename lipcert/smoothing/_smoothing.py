@@ -326,8 +326,13 @@ def _copied(model: Model) -> Model:
     copied = copy.deepcopy(model).eval()
     image = from_lattice(noise(0, 0, range(1), model.input_size, 1.0, model.device), model.dtype)
     with without_autocast(model.device):
-        half = model.dtype.itemsize < 4  # its kernels differ by much
-        examine(copy.deepcopy(copied).float() if half else copied, image.float() if half else image)
+        code = copy.deepcopy(copied).float() if model.dtype.itemsize < 4 else copied  # half types round by much
+        try:
+            examine(code, image.to(code.dtype))
+        except InputError:
+            if code is copied:
+                raise
+            examine(copied, image)  # whose code names its type
         if not (model.training or same_logits(copied(image), model(image), _tolerance(model, image))):
             raise UnsupportedCode([("hooks or functions that refer to the network itself, not to its copy", "")])
     return copied
@@ -347,7 +352,8 @@ def _check_network(model: Model, sigma: float) -> None:
     with without_autocast(model.device), without_cudnn():  # which computes in TF32, by kernels that depend on the batch
         try:
             double = copy.deepcopy(model).double()
-            together, alone, tolerance = double(images), torch.cat([*map(double, images.split(1))]), _ROUNDING_DOUBLE
+            together, alone = double(images), torch.cat([*map(double, images.split(1))])
+            tolerance = _ROUNDING_DOUBLE if together.dtype == torch.float64 else _ROUNDING[torch.float32]
         except Exception:  # code in another type, or a device without float64
             images = images.to(model.dtype)
             together, alone = model(images), torch.cat([*map(model, images.split(1))])

@@ -195,7 +195,11 @@ class Network:
             listed = ", ".join(place for place in modules if place not in ("", "net"))
             raise InputError(f"no operation of the network belongs to at={path!r}; it has {listed}")
         outputs: list[Any] = []
-        hook = self.model.net.get_submodule(module).register_forward_hook(lambda *call: outputs.append(call[-1]))
+
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            outputs.append(output.clone() if isinstance(output, Tensor) else output)  # what follows may write to it
+
+        hook = self.model.net.get_submodule(module).register_forward_hook(note)
         try:
             self.model(example)
         finally:
