@@ -130,6 +130,7 @@ FRONTS = {
     "0.scale": torch.ones(1, 3, 1, 1),
     "0.weight": torch.ones(3, 1, 1, 1),  # a convolution that normalises
     "denoiser.conv.weight": torch.ones(8, 3, 3, 3),
+    "remap.weight": torch.ones(3, 3, 1, 1),  # not that of an "ema"
 }
 
 
@@ -169,7 +170,7 @@ def test_mean_and_std_are_recorded_in_many_forms(net, tmp_path, kind):
 @pytest.mark.parametrize("record", [{"mean": MEAN}, {"args": {"mean": None, "std": STD}}, {"mean": "ours", "std": STD}])
 def test_one_of_mean_and_std_is_not_taken_alone(net, tmp_path, record):
     others = {"loss_mean": 0.3, "loss_std": 0.1, "scores": {"mean": 0.9, "std": 0.02}}
-    others["config"] = {"initializer": {"mean": 0.0, "std": 0.02}}
+    others["config"] = {"initializer": {"mean": 0.0, "std": 0.02}, "noise_cfg": {"mean": 0.0, "std": 0.1}}
     torch.save({"state_dict": net.state_dict(), **others, **record}, tmp_path / "w.pth")
     with pytest.warns(UserWarning, match=r"not both mean and std as numbers.* give mean= and std="):
         model = load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)

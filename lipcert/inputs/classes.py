@@ -253,8 +253,9 @@ class LabelList:
             if len(row) > number:
                 path = re.sub(r"^(\.\./)+", "", posixpath.normpath(composed(row[number].replace("\\", "/"))))
                 path = path.replace(".tar/", "/")
-                there = None if path.startswith(f"{root}/") or os.path.exists(path) else elsewhere.match(path)
-                path = f"{root}/{path[there.end() :]}" if there else path
+                there = None if path.startswith(f"{root}/") else elsewhere.match(path)
+                if there and not os.path.exists(path):
+                    path = f"{root}/{path[there.end() :]}"
                 labels[path] = ";".join(dict.fromkeys((labels.get(path, row[self.label]), row[self.label])))
         times = Counter(os.path.splitext(path)[0] for path in labels)
         entries = {stem: path for path in labels if times[stem := os.path.splitext(path)[0]] == 1}

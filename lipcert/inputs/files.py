@@ -81,7 +81,7 @@ def lock(file: int, path: Path, shared: bool = False) -> bool:
 
 
 def reserve(path: Path, stack: ExitStack) -> None:
-    """Locks a file that is written anew until the stack ends, by one beside it, which no other takes the place of."""
+    """Locks a path for this process until the stack ends, by a file beside it: what is at the path is replaced."""
     beside = path.with_name(f".{path.name}.lock")
     file = stack.enter_context(beside.open("w"))
     if lock(file.fileno(), path):

@@ -69,11 +69,14 @@ _MEAN = re.compile(r"((?:.*\.)?_?(?:(?:data|dataset|image|img|input|new|norm\w*|
 _STD = {"mean": ("std", "sd", "stdev"), "means": ("stds", "sds"), "mu": ("sigma",)}
 # Records in which mean and std are those of pixels, not of scores, noise or weights.
 _HOLDS = re.compile(
-    r"args|hparams|hyper_parameters|opts?|options|cfg|config|meta|info|params|\w+_(args|cfg|config)"
+    r"((model|train|norm|pretrained|default)_)?(args|cfg|config)|hparams|hyper_parameters|opts?|options|meta|info|params"
     r"|(data|image|img|input|pre_?process|normali[sz]|transform)\w*"
 )
 # What has as many entries as an image has channels, and is not in front of a network.
-_BESIDE = re.compile(r"criterion|loss|metric|acc|conf|queue|temperature|class_weight|teacher|momentum|ema|target")
+_BESIDE = re.compile(
+    r"(?:^|[._])(?:criterion|loss|metrics?|acc|accuracy|confmat|queue|temperature|class_weights?|teacher|momentum|ema"
+    r"|target)(?:[._]|$)"
+)
 # Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _REALS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))  # of 8 bits are scaled elsewhere
