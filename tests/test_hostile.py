@@ -29,8 +29,9 @@ from lipcert.inputs import artifact
 from lipcert.inputs.artifact import is_artifact, load_artifact, read_metadata, save
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import load
+from lipcert.inputs.matching import check_finite, load_weights
 from lipcert.inputs.sources import BUNDLED, Source
-from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
+from lipcert.inputs.weights import read_checkpoint
 from lipcert.report import read_runs
 from lipcert.results import ResultFile, read_rows
 

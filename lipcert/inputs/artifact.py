@@ -24,9 +24,10 @@ from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line
 from lipcert.inputs.construction import check_described
 from lipcert.inputs.files import no_file, replacing
+from lipcert.inputs.matching import check_finite
 from lipcert.inputs.sources import is_artifact
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
-from lipcert.inputs.weights import check_finite, keys_of
+from lipcert.inputs.weights import keys_of
 from lipcert.model import Model, alone, checked
 from lipcert.numerics import RealArithmetic
 from lipcert.settings import version

@@ -25,10 +25,11 @@ from lipcert.graph import first_run, reason_of_failure
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.classes import recorded_names
 from lipcert.inputs.files import listing
+from lipcert.inputs.matching import check_finite, load_weights
 from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.sources import BUNDLED, Source, is_artifact
 from lipcert.inputs.timm_networks import create_net, rebuild_recipe, takes_size
-from lipcert.inputs.weights import check_finite, load_weights, read_checkpoint
+from lipcert.inputs.weights import read_checkpoint
 from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
 
 _PIXELS = ("mean", "std", "input_size")
