@@ -93,9 +93,9 @@ class UnsupportedCode(UnsupportedOperation):
     def _message(self, count: int, listed: str) -> str:
         remedy = "rewrite it so that every image and dtype takes the same tensor operations"
         if "changes its module" in listed:
-            remedy += (
-                ". Where torch.nn.utils.parametrize computes a weight anew at every call, "
-                f"{as_given('freeze=True', '--model-args freeze=True')} keeps it; where forward does, "
+            remedy = (
+                "take counters and kept values out of forward. Where torch.nn.utils.parametrize computes a weight anew "
+                f"at every call, {as_given('freeze=True', '--model-args freeze=True')} keeps it; where forward does, "
                 "store the computed weight once"
             )
         return f"the network's code cannot be certified: {listed}; {remedy}"

@@ -275,6 +275,7 @@ class Model(nn.Module):
         """
         if not isinstance(images, Tensor):
             raise InputError(f"images must be a tensor, got a {type(images).__name__}; torch.as_tensor takes arrays")
+        check_dense(images, "images")
         if images.dim() != 4 or tuple(images.shape[1:]) != self.input_size:
             expected, shape = ", ".join(str(n) for n in self.input_size), tuple(images.shape)
             hint = "resize them to the model's input"
@@ -301,6 +302,14 @@ class Model(nn.Module):
             )
         warnings.warn("values outside [0, 1] by up to 1e-6 are clipped, as rounding errors", stacklevel=3)
         return images.clamp(0, 1)
+
+
+def check_dense(tensor: Tensor, what: str) -> None:
+    """Refuses sparse and nested tensors, and those without values."""
+    if tensor.is_meta:
+        raise InputError(f"{what} must have values, and a tensor on the device meta has none")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise InputError(f"{what} must be a dense tensor, got a {'nested' if tensor.is_nested else 'sparse'} one")
 
 
 def check_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:

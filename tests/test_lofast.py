@@ -415,6 +415,8 @@ def test_unknown_places_are_named():
         LoFAST(model, at="blocks.7")
     with pytest.raises(InputError, match="no operation"):
         LoFAST(model, at="block")
+    with pytest.raises(InputError, match="nothing follows"):
+        LoFAST(model, at="head")
     with pytest.raises(InputError, match="stage 9"):
         LoFAST(model, at=9)
 

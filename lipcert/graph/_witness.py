@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
+from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line, shortened
 from lipcert.graph._graph import Graph, Node
 from lipcert.graph._operations import COPY, EPS_OF_TYPE
 from lipcert.numerics import RealArithmetic, is_out_of_memory, leaves, watched, without_cudnn
@@ -232,8 +232,10 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
                 problems.append("forward code that depends on whether gradients are enabled")
                 if image.dtype.itemsize == 2:  # and kernels that add in another order differ by more
                     problems[-1] += f", or kernels of torch for {str(image.dtype)[6:]} that do, and not for float32"
-    if state != _state(module):
-        problems.append("forward code that changes its module")
+    after = _state(module)
+    changed = [name.strip() for name in state | after if state.get(name) != after.get(name)]
+    if changed:
+        problems.append(f"forward code that changes its module: {shortened(changed[0])}")
     if any(draws.anew for draws in drawn) or len({*drawn}) > 1:
         problems.append("forward code that draws random numbers")
     if problems:
@@ -362,8 +364,8 @@ def _state(module: nn.Module) -> dict[str, Any]:
         return repr(leaf) if plain else str(getattr(getattr(leaf, "bit_generator", None), "state", type(leaf)))
 
     for path, part in module.named_modules():
-        kept = leaves([value for name, value in vars(part).items() if name != "_modules"])
-        state[path] = type(part), [seen(leaf) for leaf in kept]
+        state[f"{path}.type"] = type(part)
+        state |= {f"{path}.{k}".strip("."): [*map(seen, leaves(v))] for k, v in vars(part).items() if k != "_modules"}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         state[f"{name} "] = id(tensor), write_count(tensor)
     return state

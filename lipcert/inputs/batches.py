@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lipcert.errors import InputError
-from lipcert.model import Model, check_labels
+from lipcert.model import Model, check_dense, check_labels
 
 EVERY = 5  # every fifth image is held out, unless held-out images are given
 _BATCH = 32
@@ -45,6 +45,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(images, Tensor):
         kind, hint = _kind(images)
         raise InputError(f"images are {kind}; give tensors (N, C, H, W), or pairs of them and labels{hint}")
+    check_dense(images, "images")
     images = images.clone() if images.is_inference() else images
     if labels is None:
         return images, None
@@ -54,6 +55,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor | None]:
         raise InputError(f"labels must be whole numbers, got a {type(labels).__name__}") from error
     if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
         raise InputError(f"labels must be whole numbers, got {classes.dtype}")
+    check_dense(classes, "labels")
     return images, classes.long().clone().reshape(classes.shape or (1,))
 
 

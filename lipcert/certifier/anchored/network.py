@@ -194,6 +194,8 @@ class Network:
             modules = dict.fromkeys(".".join(place.split(".")[:2]) for place in places.values())
             listed = ", ".join(place for place in modules if place not in ("", "net"))
             raise InputError(f"no operation of the network belongs to at={path!r}; it has {listed}")
+        if inside[-1] is self.graph.output:
+            raise InputError(f"at={path!r} gives the logits, and nothing follows; name a module before it")
         outputs: list[Any] = []
 
         def note(_: nn.Module, __: Any, output: Any) -> None:
