@@ -354,13 +354,15 @@ def test_labels_that_are_numbers_may_be_names_of_the_models_classes(tmp_path, na
         assert [*labels(open_images(root, known, labels=tmp_path / "l.csv")).values()] == read
 
 
-def test_labels_of_an_archive_and_of_one_image(tmp_path):
+def test_labels_of_an_archive_a_linked_folder_and_one_image(tmp_path):
     root = write(tmp_path / "val", "x1.png", "x2.png")
+    (tmp_path / "link").symlink_to(root)
     (tmp_path / "l.csv").write_text("file,label\nval/x1.png,1\nval/x2.png,0\n")
     with tarfile.open(tmp_path / "val.tar", "w") as archive:
         for name in ("x1.png", "x2.png"):
             archive.add(root / name, name)
-    for spec, read in ((tmp_path / "val.tar", {"x1.png": 1, "x2.png": 0}), (root / "x2.png", {"x2.png": 0})):
+    both = {"x1.png": 1, "x2.png": 0}
+    for spec, read in ((tmp_path / "val.tar", both), (tmp_path / "link", both), (root / "x2.png", {"x2.png": 0})):
         assert labels(open_images(spec, model(), labels=tmp_path / "l.csv")) == read
 
 

@@ -209,10 +209,15 @@ class LabelList:
         every = dict.fromkeys(part for row in self.rows for part in _SEVERAL.split(row[self.label]))
         self.every = [label for label in every if label]
 
-    def of(self, names: Sequence[str], root: str) -> list[str]:
-        """The labels of files below a folder, by the column whose cells are their paths or the ends of these."""
-        columns = sorted(self._column(number, names, root) for number in self.columns)
-        *others, (surely, matched, column, found, labels) = columns
+    def of(self, names: Sequence[str], *roots: str) -> list[str]:
+        """The labels of files below a folder, by the column whose cells are their paths or the ends of these.
+
+        The folder has several ``roots`` where a link leads to it.
+        """
+        by_root = (
+            sorted(self._column(number, names, root) for number in self.columns) for root in dict.fromkeys(roots)
+        )
+        *others, (surely, matched, column, found, labels) = max(by_root, key=lambda columns: columns[-1][:2])
         for surely_too, many, other, also, differently in others:
             contradict = any(labels[found[name]] != differently[also[name]] for name in found.keys() & also.keys())
             if surely_too == surely and 2 * many > matched and contradict:

@@ -265,9 +265,10 @@ class ImageFiles:
             self.notes.append(f"{listing(empty)}: no images, but counted as a class")
 
     def _label_by_list(self, labels: LabelList, classes: str | os.PathLike[str] | None) -> None:
-        root = re.sub(r"\.tar$", "", os.path.abspath(self.files.spec)).replace(os.sep, "/")
-        root = os.path.dirname(root) if self.samples == [os.path.basename(root)] else root  # one image
-        listed = labels.of(self.samples, composed(root))
+        spec = self.files.spec
+        places = [Path(place(spec)) for place in (os.path.abspath, os.path.realpath)]
+        roots = [place.parent if self.samples == [place.name] else place for place in places]  # of one image
+        listed = labels.of(self.samples, *(composed(re.sub(r"\.tar$", "", root.as_posix())) for root in roots))
         if {*listed} == {"-1"}:
             self.notes.append(f"the labels in {labels.path} are hidden (-1): they are left out")
             return
