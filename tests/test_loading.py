@@ -387,6 +387,13 @@ def test_grey_images_get_the_mean_over_the_channels():
     assert model.input_size[0] == 1
 
 
+def test_the_channels_of_an_image_are_not_those_behind_a_space_to_depth(tmp_path):
+    small = {"num_classes": 2, "layers": (1, 1, 1, 1)}
+    assert load("tresnet_m", pretrained=False, **small).input_size == (3, 224, 224)
+    save(load(timm.create_model("tresnet_m", **small).eval()), tmp_path / "t.safetensors", arguments=small)
+    assert load(tmp_path / "t.safetensors").input_size == (3, 224, 224)
+
+
 def test_a_hub_id_without_its_prefix_is_recognised():
     with pytest.raises(LoadError, match="is given as hf-hub:timm/resnet18.a1_in1k"):
         load("timm/resnet18.a1_in1k")

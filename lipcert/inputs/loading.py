@@ -14,6 +14,7 @@ from typing import Any
 
 import timm.data
 import torch
+from timm.layers import SpaceToDepth
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -329,9 +330,15 @@ def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     first = configuration.get("first_conv")
     weight = dict(net.named_parameters()).get(f"{first}.weight")
     if weight is not None and weight.dim() == 4:  # in_chans of a module that the caller created with timm
-        channels = weight.shape[1]
+        channels = _channels_before(weight, net)
     config["input_size"] = (arguments.get("in_chans") or channels, height, width)
     return config
+
+
+def _channels_before(weight: Tensor, net: nn.Module) -> int:
+    """The channels of an image, by the weight of a network's first convolution, in TResNet behind a SpaceToDepth."""
+    block = next((part.bs for part in net.modules() if isinstance(part, SpaceToDepth)), 1)
+    return weight.shape[1] // block**2
 
 
 def _logits(model: Model, label: str) -> Tensor:
@@ -362,8 +369,8 @@ def _presumed(net: nn.Module) -> dict[str, Any]:
     if isinstance(getattr(net, "num_classes", None), int):
         arguments["num_classes"] = net.num_classes
     first = next((p for p in net.parameters() if p.dim() == 4), None)
-    if first is not None and first.shape[1] != 3:
-        arguments["in_chans"] = first.shape[1]
+    if first is not None and (channels := _channels_before(first, net)) != 3:
+        arguments["in_chans"] = channels
     embed = getattr(net, "patch_embed", None)
     for key in ("img_size", "patch_size"):
         size = getattr(embed, key, None)
