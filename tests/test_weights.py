@@ -242,6 +242,23 @@ def test_two_networks_in_one_file_are_not_chosen_from(net, tmp_path):
         load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"args": {"model": "test_efficientnet", "gp": "max", "bn_eps": 0.5}},
+        {"hyper_parameters": {"model_name": "test_efficientnet", "global_pool": "max", "model_kwargs": {"bn_eps": 0.5}}},
+        {"arch": "test_efficientnet", "global_pool": "max", "bn_eps": 0.5},
+    ],
+)
+def test_recorded_arguments_that_no_tensor_shows(tmp_path, record):
+    net = timm.create_model("test_efficientnet", num_classes=3, global_pool="max", bn_eps=0.5).eval()
+    torch.save({"state_dict": net.state_dict(), "num_classes": 3, **record}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="global_pool max"):
+        model = lipcert.load(tmp_path / "w.pth")
+    images = torch.rand(1, 3, 64, 64)
+    assert torch.equal(model.net(images), net(images))
+
+
 def test_what_timms_training_records(tmp_path):
     net = timm.create_model("test_vit", img_size=32, num_classes=2)
     recorded = {
