@@ -49,7 +49,7 @@ def options(
     for name in _print.imported:
         try:
             importlib.import_module(name)
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise InputError(f"--import {name} failed with {reason}; it must be importable from this folder") from error
 
@@ -60,6 +60,11 @@ def main() -> None:
     open_streams()
     sys.unraisablehook = again_if_lost
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # of schedulers and containers: ends as control-C does
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # torch, too, would not be imported
+        print("lipcert: the working folder was deleted; change to another one", file=sys.stderr)
+        sys.exit(2)
     try:
         app(prog_name="lipcert")
     except SystemExit as end:

@@ -103,7 +103,7 @@ def certify(
             "commas between, and several images are given as a folder"
         )
     sources = [Source.of(name) for name in names]
-    if sources[0].chosen and sources[0].shipped and data is not None:
+    if sources[0].chosen and sources[0].shipped and data:
         raise InputError(
             f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or {BUNDLED}"
         )

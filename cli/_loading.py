@@ -106,7 +106,7 @@ def _denoiser_of(text: str) -> torch.nn.Module:
         sys.path.append(os.getcwd())
     try:
         module = getattr(importlib.import_module(place), name)()
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise InputError(f"--denoiser takes MODULE:NAME such as mine:denoiser; {text} failed with {reason}") from error
     if not isinstance(module, torch.nn.Module):
@@ -169,6 +169,8 @@ def show_preprocessing(images: Images, model: Model) -> None:
 def torchrun() -> Iterator[Processes]:
     """The processes of this run, usually one, connected during the block; only the first one prints."""
     processes = Processes.of_torchrun()
+    if processes.count > 1 and processes.first:
+        say(f"torchrun: waiting for {processes.count - 1} more processes; to run alone, unset TORCHELASTIC_RUN_ID")
     processes.connect()
     with contextlib.ExitStack() as stack:
         stack.callback(processes.close)

@@ -59,6 +59,8 @@ class UnsupportedOperation(LipcertError):
 
     def _message(self, count: int, listed: str) -> str:
         missing = "" if self.question == "lipschitz" else f"{self.question} "
+        if {name for name, _ in self.operations} == {"log_softmax"}:
+            return f"no rule for {listed}; leave it out at the end of a network, where it changes no prediction"
         return (
             f"no {missing}rule for {count} operation{'s' if count != 1 else ''}: {listed}; "
             f"add one with @lipcert.bounds.{missing.strip() or 'rule'}, convert the modules, or certify with "
@@ -136,11 +138,14 @@ def as_given(argument: str, option: str = "") -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message."""
+    """The first line of an exception's message, with the next one where it ends in a colon."""
     lines = str(error).strip().splitlines()
     if lines and isinstance(error, KeyError):
         return f"no entry {lines[0]}"
-    return lines[0].strip().removesuffix(".") if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    text = " ".join(line.strip() for line in lines[: 2 if lines[0].rstrip().endswith(":") else 1])
+    return text.removesuffix(".")
 
 
 def shortened(text: str, longest: int = 100) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pickle import PickleError
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from lipcert.errors import InputError
+from lipcert.errors import InputError, first_line
 from lipcert.numerics import RealArithmetic
 
 
@@ -302,6 +304,19 @@ class Model(nn.Module):
             )
         warnings.warn("values outside [0, 1] by up to 1e-6 are clipped, as rounding errors", stacklevel=3)
         return images.clamp(0, 1)
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copy_of(module: M) -> M:
+    """A copy of a module with tensors of its own; refused where Python cannot make one."""
+    try:
+        return copy.deepcopy(module)
+    except (RuntimeError, TypeError, PickleError) as error:
+        raise InputError(
+            f"the network cannot be copied: {first_line(error)}; load its state_dict() into a new one"
+        ) from error
 
 
 def check_dense(tensor: Tensor, what: str) -> None:

@@ -33,9 +33,11 @@ def main_memory_left() -> float:
 
 
 def _left_in_container() -> float:
+    """Bytes below the limit of a container; what the kernel can drop, files in its cache, counts as free."""
     try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current"))
-        return float(limit) - float(used)  # without a limit the file holds "max"
+        limit, used, facts = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cached = re.search(r"inactive_file (\d+)", facts)
+        return float(limit) - float(used) + float(cached[1] if cached else 0)  # without a limit the file holds "max"
     except (OSError, ValueError):
         return math.inf
 

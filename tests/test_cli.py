@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import lipcert
+from lipcert import workers
 from lipcert.bounds import Bound, LayerBound
 from lipcert.certifier import METHODS, Certifier, _certifier
 from lipcert.cli import _inspect, _parse, _print
@@ -325,6 +326,27 @@ def test_results_name_the_model_and_its_file_and_not_why_it_was_chosen(folder):
     assert summary["name"] == "digits-vit, bundled"
     Path("r.summary.json").write_text(json.dumps({**summary, "name": "as an earlier version wrote it"}))
     assert facts(run(*command).stdout)["model"] == "digits-vit, bundled"
+
+
+def test_names_that_a_script_left_empty_or_made_too_long(folder):
+    assert "the data set has an empty name" in refused("certify", "--data", "", "--eps", "0.1")
+    assert "give a shorter one" in refused("certify", "digits-vit", "--eps", "0.1", "--out", "x" * 245 + ".jsonl")
+    words = ("convert", "test_vit", "--no-pretrained", "--out")
+    for name in ("k.pt", "k.onnx"):
+        assert "call it k.safetensors" in refused(*words, name, besides=("note: ", "converting"))
+    assert not [*folder.glob("[xk]*")]
+
+
+def test_a_working_folder_that_was_deleted(tmp_path):
+    code = "import os, sys; os.rmdir(os.getcwd()); from lipcert.cli import main; sys.argv[1:] = ['models']; main()"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (2, "lipcert: the working folder was deleted; change to another one\n")
+
+
+def test_free_memory_in_a_container_counts_what_the_kernel_can_drop(monkeypatch):
+    files = {"max": "8000000000\n", "current": "7900000000\n", "stat": "anon 5\ninactive_file 6000000000\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: files[path.name.removeprefix("memory.")])
+    assert workers._left_in_container() == 6_100_000_000
 
 
 def test_percentages_are_fractions():

@@ -366,6 +366,17 @@ def test_labels_of_an_archive_a_linked_folder_and_one_image(tmp_path):
         assert labels(open_images(spec, model(), labels=tmp_path / "l.csv")) == read
 
 
+def test_an_archive_behind_another_and_archives_in_one_are_not_left_out(tmp_path):
+    for name in ("a", "b"):
+        with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
+            archive.add(write(tmp_path / name, "x.png"), name)
+    (tmp_path / "ab.tar").write_bytes((tmp_path / "a.tar").read_bytes() + (tmp_path / "b.tar").read_bytes())
+    refused("another archive follows its end", spec=tmp_path / "ab.tar")
+    with tarfile.open(tmp_path / "all.tar", "w") as archive:
+        archive.add(tmp_path / "a.tar", "a.tar")
+    refused("files that end in .tar; unpack", spec=tmp_path / "all.tar")
+
+
 def test_one_label_is_not_that_of_two_files(tmp_path):
     root = write(tmp_path / "root", "a/1.png", "b/1.png")
     (tmp_path / "l.csv").write_text("filename,label\n1.png,1\n")

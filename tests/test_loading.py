@@ -387,6 +387,35 @@ def test_grey_images_get_the_mean_over_the_channels():
     assert model.input_size[0] == 1
 
 
+class _Rest(nn.Module):
+    """A small classifier that ends in other code."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.first, self.rest = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), rest
+
+    def forward(self, x):
+        return self.rest(self.first(x))
+
+
+@torch.jit.script
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (lambda x: x.view(8, -1), "take the size of a batch from its images"),
+        (nn.LogSoftmax(1), "leave it out at the end of a network"),
+        (_scripted, "torch.jit.script"),
+    ],
+)
+def test_code_that_others_write_is_refused_with_what_to_do(rest, message):
+    with pytest.raises(LipcertError, match=message):
+        lipcert.lipschitz(load(_Rest(rest).eval(), mean=0.0, std=1.0, input_size=(3, 2, 2)))
+
+
 def test_the_channels_of_an_image_are_not_those_behind_a_space_to_depth(tmp_path):
     small = {"num_classes": 2, "layers": (1, 1, 1, 1)}
     assert load("tresnet_m", pretrained=False, **small).input_size == (3, 224, 224)

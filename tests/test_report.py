@@ -257,6 +257,14 @@ def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
     assert "images\t6; the run did not finish" in result.stdout
 
 
+def test_a_last_row_whose_line_break_an_editor_took_is_a_row(results):
+    path = results()
+    path.write_bytes(path.read_bytes().rstrip())
+    result = run(path)
+    assert "half-written" not in result.stderr
+    assert "images\t6" in result.stdout
+
+
 def test_an_interval_needs_a_random_sample(results):
     """The first images in the order of folders are those of a few classes, and say nothing about the others."""
     data = {"spec": "x", "images": 40, "labelled": True}

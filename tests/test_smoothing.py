@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -489,6 +490,11 @@ def test_networks_that_are_no_function_of_one_image() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (1 if torch.is_grad_enabled() else -1)
 
+    class Locked(HalfSpace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
     class Noted(HalfSpace):
         def __init__(self) -> None:
             super().__init__()
@@ -503,6 +509,7 @@ def test_networks_that_are_no_function_of_one_image() -> None:
         (Noisy(), "draws random"),
         (Counting(), "changes its module: net.calls at .*take counters"),
         (Graded(), "whether gradients"),
+        (Locked(), "cannot be copied"),
     )
     for net, message in (*refused, *((net, "on the batch") for net in (Mixing(), Scaling(), Slightly()))):
         with pytest.raises(LipcertError, match=message):

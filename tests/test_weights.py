@@ -189,6 +189,7 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     state = net.state_dict()
     says({**state, "fc.weight_g": torch.ones(3, 1)}, "remove weight norm")
     says({**state, "conv1.reparam_conv.weight": torch.ones(1)}, "its branches were fused")
+    says({**state, "bn1.aux_bn.0.weight": torch.ones(64)}, "save it without tensors of aux_bn")
     says(timm.create_model(NAME, num_classes=5).state_dict(), "num_classes=5")
     torch.save(state, tmp_path / "w.pth")
     with pytest.raises(LoadError, match=r"too many \(fc.*\); give num_classes=3"):
@@ -246,7 +247,13 @@ def test_two_networks_in_one_file_are_not_chosen_from(net, tmp_path):
     "record",
     [
         {"args": {"model": "test_efficientnet", "gp": "max", "bn_eps": 0.5}},
-        {"hyper_parameters": {"model_name": "test_efficientnet", "global_pool": "max", "model_kwargs": {"bn_eps": 0.5}}},
+        {
+            "hyper_parameters": {
+                "model_name": "test_efficientnet",
+                "global_pool": "max",
+                "model_kwargs": {"bn_eps": 0.5},
+            }
+        },
         {"arch": "test_efficientnet", "global_pool": "max", "bn_eps": 0.5},
     ],
 )

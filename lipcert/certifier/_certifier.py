@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pickle import PickleError
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,7 +39,7 @@ from lipcert.graph import (
     without_fused_kernels,
 )
 from lipcert.inputs.artifact import seed_of
-from lipcert.model import Model, alone, check_labels
+from lipcert.model import Model, alone, check_labels, copy_of
 from lipcert.norms import Budget, Rigor
 from lipcert.numerics import Certificates, check_environment, give_back, is_out_of_memory, memory_left
 from lipcert.settings import SMOOTHING, STAGED, CertifySettings, parse_eps, parse_memory, settings_of, takes
@@ -405,12 +404,7 @@ def _as_deployed(model: Model, dtype: str) -> tuple[Model, roundoff.Roundoff | N
 
     Casts inside the copy are the identity, as in real arithmetic. Weights do not need gradients here.
     """
-    try:
-        copied = copy.deepcopy(model).requires_grad_(False)
-    except (RuntimeError, TypeError, PickleError) as error:
-        raise InputError(
-            f"the model cannot be copied: {first_line(error)}; load its state_dict() into a new one"
-        ) from error
+    copied = copy_of(model).requires_grad_(False)
     copied.real = True
     if dtype == "real":
         return copied.double(), None

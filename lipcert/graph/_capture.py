@@ -319,6 +319,10 @@ class _Recorder:
             if is_out_of_memory(error):
                 raise
             problem = f"code that accepts only tensors ({type(error).__name__}: {first_line(error)[:200]})"
+            if "Expected a value of type 'Tensor" in problem:
+                problem = (
+                    "a function of torch.jit.script (call the one that it was made of), which hides its operations"
+                )
             raise UnsupportedCode([(problem, self.failed or "")]) from error
 
     def check_current(self, tree: Any) -> None:

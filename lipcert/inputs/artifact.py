@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line
 from lipcert.inputs.construction import check_described
-from lipcert.inputs.files import no_file, replacing
+from lipcert.inputs.files import WEIGHTS, no_file, replacing
 from lipcert.inputs.matching import check_finite
 from lipcert.inputs.sources import is_artifact
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
@@ -130,6 +130,10 @@ def check_free(
     Something else is what is not an artifact, another architecture, a model that was constrained or fine-tuned where
     the new one is not, and one that went through the step with other settings.
     """
+    if path.suffix in {*WEIGHTS, ".onnx"} - {".safetensors"}:
+        raise InputError(
+            f"an artifact is a safetensors file, and {path} would pass for another; call it {path.stem}.safetensors"
+        )
     if force or not os.path.exists(path):
         return
     way_out = f"give another name, or replace it with {as_given('force=True', '--force')}"

@@ -30,7 +30,7 @@ from torchvision.transforms import Compose, Normalize
 
 from lipcert.errors import InputError, first_line, shortened
 from lipcert.inputs.classes import LabelList, composed, number_by_name
-from lipcert.inputs.files import is_named_data, place_of, printable
+from lipcert.inputs.files import is_named_data, listing, place_of, printable
 from lipcert.inputs.folders import SUFFIXES, Files, ImageFiles, Purpose, in_folder, in_tar
 from lipcert.inputs.formats import told
 from lipcert.inputs.loading import number_of_classes
@@ -233,8 +233,6 @@ def open_images(
         images: Images = _StoredImages(model, limit)
     else:
         count = number_of_classes(model)
-        if not spec.strip():
-            raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled ones")
         known = model.class_names if len(model.class_names) == count else ()
         transform = _Transform(model)
         if named:
@@ -269,9 +267,9 @@ class _Transform:
                 raise ValueError(f"crop_pct is below {_LEAST_CROP}")
             steps = timm.data.create_transform((channels, height, width), is_training=False, mean=mean, **options)
         except Exception as error:
-            listing = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            given = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise InputError(
-                f"timm cannot resize images as the model's configuration says ({listing}): {first_line(error)}"
+                f"timm cannot resize images as the model's configuration says ({given}): {first_line(error)}"
             ) from error
         self.steps = Compose([step for step in steps.transforms if not isinstance(step, Normalize)])
 
@@ -468,8 +466,9 @@ def _files_of(path: Path, spec: str) -> Files:
             f"{spec} is no uncompressed tar file, or is damaged: {first_line(error)}; copy it again, or unpack it"
         ) from error
     if not files.images:
-        others = f"; {sum(files.others.values())} files of other formats" if files.others else ""
-        raise InputError(f"{spec} holds no images ({', '.join(sorted(SUFFIXES))}){others}; give a folder of such files")
+        others = f"; it has files that end in {listing(sorted(files.others))}" if files.others else ""
+        remedy = "unpack the archives in it" if ".tar" in files.others else "give a folder of such files"
+        raise InputError(f"{spec} holds no images ({', '.join(sorted(SUFFIXES))}){others}; {remedy}")
     return files
 
 

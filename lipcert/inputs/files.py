@@ -24,6 +24,7 @@ WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 # The end of the name of every file of rows, so that no two files share a summary.
 ROWS = ".jsonl"
 _SHOWN = 4  # names in a message
+_LONGEST = 220  # bytes in the name of a file of rows: that of its summary is longer, and file systems take 255
 # Kinds of data sets that timm opens by name, and the package that each needs besides timm's own.
 KINDS = {"torch": None, "hfds": "datasets"}
 
@@ -90,6 +91,8 @@ def reserve(path: Path, stack: ExitStack) -> None:
 
 def check_name(path: Path) -> None:
     """Raises InputError for a path that cannot hold rows."""
+    if len(os.fsencode(path.name)) > _LONGEST:
+        raise InputError(f"the name {shortened(path.name)} has more than {_LONGEST} bytes; give a shorter one")
     if path.is_dir():
         raise InputError(f"{path} is a folder; give a file in it, such as {path / 'r.jsonl'}")
     if path.suffix != ROWS or (path.exists() and not path.is_file()):
@@ -119,6 +122,8 @@ def place_of(spec: str) -> tuple[Path, str, str | None]:
     place, colon, split = spec.rpartition(":")
     if colon and os.path.exists(place):
         return Path(place), place, split
+    if not spec.strip():
+        raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled images")
     kinds = " and ".join(f"{kind}/" for kind in KINDS)
     raise InputError(f"there is no image, folder or .tar file {spec}; data sets by name start with {kinds}")
 

@@ -141,6 +141,8 @@ def in_tar(path: Path, spec: str) -> Files:
     archive.fileobj.seek(archive.offset)
     if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile does not miss what is cut off
         raise tarfile.ReadError("its end is cut off")
+    if any(archive.fileobj.read(2 * tarfile.RECORDSIZE)):
+        raise InputError(f"{spec}: another archive follows its end; join them by tar --concatenate, or unpack both")
     return files
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import os
 import re
@@ -21,7 +20,7 @@ from torch.nn.utils import parametrize
 from torchvision.transforms import Normalize
 from torchvision.transforms.v2 import Normalize as Normalize2
 
-from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line, shortened
+from lipcert.errors import InputError, LipcertError, LoadError, as_given, shortened
 from lipcert.graph import first_run, reason_of_failure
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.classes import recorded_names
@@ -31,7 +30,7 @@ from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.sources import BUNDLED, Source, is_artifact
 from lipcert.inputs.timm_networks import create_net, rebuild_recipe, takes_size
 from lipcert.inputs.weights import read_checkpoint
-from lipcert.model import Model, evaluated, loads_modules, outside_inference_mode
+from lipcert.model import Model, copy_of, evaluated, loads_modules, outside_inference_mode
 
 _PIXELS = ("mean", "std", "input_size")
 _ONNX = "an ONNX model; give the module that it was exported from, or that onnx2torch.convert makes of it"
@@ -45,6 +44,7 @@ _OTHER_MODELS = {
 _REMEDIES = (
     ("missing .* argument", "; give a module whose forward takes images alone"),
     ("(?i)cuda|nvidia|same device", "; take .cuda() and .to(device) out of its forward, and move the model by .to()"),
+    (r"shape '\[\d+, ", "; take the size of a batch from its images: x.flatten(1), or x.shape[0]"),
     ("(?i)size|shape|height|width|channels|dimension", "; give input_size=, or img_size= where the timm model has it"),
 )
 
@@ -163,12 +163,7 @@ def load(
 @torch.no_grad()
 def _frozen(net: nn.Module) -> nn.Module:
     """A copy of a network in which parametrised tensors are plain ones, with the values they have now."""
-    try:
-        net = copy.deepcopy(net)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(
-            f"the network cannot be copied: {first_line(error)}; load its state_dict() into a new one"
-        ) from error
+    net = copy_of(net)
     # remove_parametrizations would change the network that was copied too: the two share their classes.
     for module in [module for module in net.modules() if parametrize.is_parametrized(module)]:
         values = {name: getattr(module, name) for name in module.get_submodule("parametrizations")._modules}

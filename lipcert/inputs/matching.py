@@ -38,6 +38,7 @@ _FOREIGN = (
         r"\.parametrizations\.|weight_(g|v|orig|mask)$",
         "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving",
     ),
+    (r"\.aux_bn\.", "its split batch normalisation is for training alone; save it without tensors of aux_bn"),
     (r"(^|[._])reparam", "its branches were fused, as by reparameterize_model; give the weights from before that"),
 )
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")  # of timm, for names of others

@@ -127,7 +127,7 @@ def hub_answers() -> bool:
 
 
 def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
-    message = first_line(error)
+    message = shortened(first_line(error), 300)
     if is_network_error(error):
         return (
             f"cannot download {name}: no network, or the model hub is unreachable; "

@@ -43,14 +43,14 @@ class Run(Tally):
         notes: remarks on missing rows, one line each.
     """
 
-    def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], size: int = 0):
+    def __init__(self, path: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], half: bool = False):
         super().__init__(rows)
         self.seconds = summary.get("seconds")
         self.path = path
         self.name = printable(path.stem)
         self.summary = summary
         self.notes: list[str] = []
-        if 0 < size < path.stat().st_size:
+        if half:
             self.notes.append(f"{path}: the last row is half-written and left out")
         if not self.complete:
             order = "of a random order" if self.sampled else "in the order of the data, so there are no intervals"
@@ -388,15 +388,20 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(path: Path, summary: Mapping[str, Any]) -> Run:
-    """Reads and checks the complete rows of a file; an incomplete last row is left out."""
+    """Reads and checks the rows of a file; a half-written last row is left out."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    whole = content[: content.rfind(b"\n") + 1]
+    lines, half = content.splitlines(), False
+    if lines and not content.endswith(b"\n"):  # an editor may have taken the last line break
+        try:
+            json.loads(lines[-1])
+        except ValueError:
+            half = bool(lines.pop())
     rows: list[Mapping[str, Any]] = []
     places: dict[int, int] = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             check(row)
@@ -410,7 +415,7 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
             rows.append(row)
     if len({row["index"] for row in rows}) < len(rows) or len({"correct" in row for row in rows}) > 1:
         raise InputError(f"{path} mixes rows that do not belong together; certify the images again, into another file")
-    return Run(path, summary, rows, len(whole))
+    return Run(path, summary, rows, half)
 
 
 # The kinds of entries of a summary, and of its model; each may be missing.

@@ -21,7 +21,7 @@ from lipcert.denoisers import Denoised
 from lipcert.errors import InputError, LipcertError, UnsupportedCode, first_line
 from lipcert.graph import ONE_LOGIT, examine, outputs_of, same_logits
 from lipcert.inputs.loading import number_of_classes
-from lipcert.model import Model, alone, check_labels
+from lipcert.model import Model, alone, check_labels, copy_of
 from lipcert.norms import Rigor
 from lipcert.numerics import is_out_of_memory, without_autocast, without_cudnn
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, parse_memory, settings_of, takes
@@ -323,7 +323,7 @@ def _copied(model: Model) -> Model:
 
     Refuses a network whose copy computes something else, as hooks that refer to the network may.
     """
-    copied = copy.deepcopy(model).eval()
+    copied = copy_of(model).eval()
     image = from_lattice(noise(0, 0, range(1), model.input_size, 1.0, model.device), model.dtype)
     with without_autocast(model.device):
         code = copy.deepcopy(copied).float() if model.dtype.itemsize < 4 else copied  # half types round by much
