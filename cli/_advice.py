@@ -42,7 +42,7 @@ class Status:
     original: Sequence[str] = ()  # the words of the model that this one was made from, if they differ as functions
     denoised: bool = False
     images: int = 0
-    certified: int = 0
+    finished: bool = False  # whether the results are worth a report, however loose the bound is
     rows: Path | None = None
     classes: Callable[[], int] = lambda: 2  # their number
     draw: Callable[[str | None], float] = lambda denoiser: 0.0  # its seconds, with a denoiser of this name
@@ -82,7 +82,7 @@ def advise(status: Status) -> Advice:
     train = ["--data", status.train, *([] if "--labels" in status.lists else status.lists), "--eps", status.eps]
     model = status.model
     loose = status.log10 is not None and status.log10 > LOOSE
-    if status.certified or (status.images and not loose):
+    if status.finished or (status.images and not loose):
         if status.rows is None:
             rows = os.path.join("" if os.access(".", os.W_OK) else tempfile.gettempdir(), "rows.jsonl")
             return Advice(typed("--out", rows), "it writes rows, which lipcert report and lipcert verify read")

@@ -338,7 +338,7 @@ def _certify_with(
     status = replace(
         status,
         images=len(run),
-        certified=1 if settings.noise or settings.at is not None else run.certified,
+        finished=bool(run.certified or settings.noise or settings.at is not None),
         rows=plan.out if plan.out is not None and plan.out.is_dir() else path,
     )
     return _Outcome(label, run, path, status)
@@ -453,7 +453,7 @@ def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
     first = outcomes[0]
     if first.path is not None and not first.run.complete:
         return Advice(typed(), "it continues where the time ended")
-    return advise(first.status if len(outcomes) == 1 else replace(first.status, certified=1))
+    return advise(first.status if len(outcomes) == 1 else replace(first.status, finished=True))
 
 
 def _print_comparison(outcomes: Sequence[_Outcome], plan: Plan) -> None:
