@@ -142,7 +142,7 @@ def in_tar(path: Path, spec: str) -> Files:
     if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile does not miss what is cut off
         raise tarfile.ReadError("its end is cut off")
     if any(archive.fileobj.read(2 * tarfile.RECORDSIZE)):
-        raise InputError(f"{spec}: another archive follows its end; join them by tar --concatenate, or unpack both")
+        raise InputError(f"{spec}: another archive follows its end; join them by tar -A, or unpack both")
     return files
 
 
