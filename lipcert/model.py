@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,11 +52,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _LOADERS: list[Callable[..., Model]] = []
 
 
+def uncompiled(model: Any) -> Any:
+    """A module without the wrapper of ``torch.compile``, unless that has hooks, which may change its results."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    if compiler is None or type(model) is not compiler.OptimizedModule:
+        return model
+    return model if model._forward_hooks or model._forward_pre_hooks else model._orig_mod
+
+
 def network_of(model: object) -> object:
     """The network of a smoothed classifier; any other module itself, without a ``torch.compile`` wrapper."""
-    model = getattr(model, "_orig_mod", model)
-    network, sigma = getattr(model, "network", None), getattr(model, "sigma", None)
-    return network if isinstance(network, Model) and sigma is not None and network.sigma == sigma else model
+    own = type(model).__module__.startswith("lipcert.smoothing.")
+    return model.network if own and isinstance(model, nn.Module) else uncompiled(model)
 
 
 def checked(model: object, **pixels: Any) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -188,6 +189,9 @@ def test_sigma_auto_looks_at_other_images() -> None:
     assert "continuing after 6 images" in said
     assert "continuing after 6 images" in auto("20").stderr
     run(*VERIFY)
+    choice["indices"] = choice["indices"][1::2]  # as if the images between them had been taken out, too
+    Path("r.summary.json").write_text(json.dumps({**read_summary(), "sigma_choice": choice}))
+    assert "not as sigma is chosen" in run(*VERIFY, code=1).stderr
 
 
 def test_the_other_images_are_not_those_of_the_run() -> None:

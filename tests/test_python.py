@@ -101,6 +101,31 @@ def test_models_in_every_form(model, images, expected) -> None:
     assert torch.equal(lipcert.certify(torch.compile(model, backend="eager"), images, **GLORO).radius, expected.radius)
 
 
+class _Around(nn.Module):
+    """Code of its own around a network, under the names that torch and lipcert use for wrappers."""
+
+    def __init__(self, network):
+        super().__init__()
+        self._orig_mod = self.network = network
+        self.sigma = network.sigma
+
+    def forward(self, x):
+        return -2 * self.network(x)
+
+
+def test_what_looks_like_a_wrapper_is_not_taken_off(model, images, expected) -> None:
+    for around in (_Around(model), _Around(lipcert.SmoothedClassifier(model, 0.25).network)):
+        with pytest.raises(InputError, match="plain module"):
+            lipcert.certify(around, images, **GLORO)
+    pixels = {"mean": 0.0, "std": 1.0, "input_size": (3, 8, 8)}
+    own = lipcert.certify(_Around(model).eval(), images, **GLORO, **pixels)
+    assert not torch.equal(own.predicted, expected.predicted)
+    hooked = torch.compile(model, backend="eager")
+    hooked.register_forward_hook(lambda *_: _[-1].flip(1))
+    with pytest.raises(InputError, match="plain module"):
+        lipcert.certify(hooked, images, **GLORO)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("method", ["gloro", "smoothing"])
 def test_compiled_parts_and_backward_hooks_change_nothing(images, method) -> None:

@@ -159,6 +159,11 @@ def fewer_rows_of_a_run_that_did_not_finish(rows, summary):
     summary["complete"] = False
 
 
+def fewer_rows_as_if_sigma_were_chosen_there(rows, summary):
+    summary["sigma_choice"] = {"indices": [row["index"] for row in rows[3:5]]}
+    fewer_rows_and_a_lower_limit(rows, summary)
+
+
 def no_labels(rows, summary):
     for row in rows:
         del row["label"], row["correct"]
@@ -214,6 +219,10 @@ FORGERIES = {
     "fewer rows of a run that did not finish": (
         fewer_rows_of_a_run_that_did_not_finish,
         "the run is about 6 images: 2 have no row",
+    ),
+    "fewer rows as if sigma were chosen there": (
+        fewer_rows_as_if_sigma_were_chosen_there,
+        "the run leaves out images, and not as sigma is chosen on them",
     ),
     "no labels": (no_labels, "label None is claimed"),
     "swapped images": (swapped_images, "it is another image than the one that was certified"),

@@ -122,6 +122,12 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][:count]
         return self._batch(tuple(indices)) if indices else None
 
+    def may_be_others(self, indices: Sequence[int]) -> bool:
+        """Whether :meth:`others` gives these images for some limit: a block of the shuffle, not at its start."""
+        order = [i for i in _shuffled(self.total) if i not in self.removed]
+        places = sorted(order.index(i) for i in indices if i in order)
+        return len(places) == len(indices) and places[0] > 0 and places[-1] - places[0] < len(places)
+
     def shuffle(self) -> None:
         """Puts the images in the order of a run, so that those that it has seen when it is stopped are a sample."""
         self.shuffled = True

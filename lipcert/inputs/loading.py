@@ -30,7 +30,7 @@ from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.sources import BUNDLED, Source, is_artifact
 from lipcert.inputs.timm_networks import create_net, rebuild_recipe, takes_size
 from lipcert.inputs.weights import read_checkpoint
-from lipcert.model import Model, copy_of, evaluated, loads_modules, outside_inference_mode
+from lipcert.model import Model, copy_of, evaluated, loads_modules, outside_inference_mode, uncompiled
 
 _PIXELS = ("mean", "std", "input_size")
 _ONNX = "an ONNX model; give the module that it was exported from, or that onnx2torch.convert makes of it"
@@ -113,7 +113,7 @@ def load(
     if "checkpoint_path" in timm_arguments:
         raise InputError(f"checkpoint_path is timm's way to load a file; give it as {as_given('checkpoint=')}")
     if isinstance(source, nn.Module):
-        source = evaluated(getattr(source, "_orig_mod", source))  # the module inside a torch.compile wrapper
+        source = evaluated(uncompiled(source))
         _refuse(options - {*_PIXELS}, "a module that is already built")
         if isinstance(source, Model):
             raise InputError("the model is loaded already; use it as it is")

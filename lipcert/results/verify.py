@@ -23,7 +23,7 @@ from lipcert.results._reading import Run
 from lipcert.results._rows import contradiction, rows, same, same_logits
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
-from lipcert.smoothing import Denoised, Smoothing
+from lipcert.smoothing import CHOOSING, Denoised, Smoothing
 
 # Rounding depends on the machine and the batch. It changes a number by far less than this.
 TOLERANCE = 1e-6
@@ -110,12 +110,16 @@ def verify(
     check_model(run, model)
     summary = run.summary
     images.leave_out(_numbers(run, run.summary.get("data", {}).get("removed")))
-    images.keep_out(_numbers(run, (run.summary.get("sigma_choice") or {}).get("indices")))
+    chosen_on = _numbers(run, (run.summary.get("sigma_choice") or {}).get("indices"))
+    images.keep_out(chosen_on)
     selected = {row["index"]: row for row in sample(run, count)}
     attack = attack_of(run)
     settings = run.settings(attack)
     certifier = certifier_for(model, settings)
     claims = describe(model, images, certifier)
+    chosen = isinstance(certifier, Smoothing) and len(chosen_on) <= CHOOSING and images.may_be_others(chosen_on)
+    if chosen_on and not chosen:
+        yield Verdict(None, "the run leaves out images, and not as sigma is chosen on them")
     yield from (Verdict(None, reason) for reason in _against_the_file(run, json.loads(json.dumps(claims)), images))
     for row in run.rows:
         if row["index"] not in selected and (reason := contradiction(row, run.eps, summary.get("method"))):
