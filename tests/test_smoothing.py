@@ -425,6 +425,7 @@ def test_convolutions_run_channels_last_unless_the_network_needs_others() -> Non
     for other in (
         lambda x: x.view(len(x), -1).view(*x.shape[:2], -1),
         lambda x: x.as_strided((len(x), 4, 16), (64, 16, 1)),
+        lambda x: 1e3 + 0.1 * x.as_strided((len(x), 4, 16), (64, 16, 1)),  # whose logits are close together
     ):
         plain, never = counts(other)
         assert never

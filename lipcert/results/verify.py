@@ -117,8 +117,8 @@ def verify(
     settings = run.settings(attack)
     certifier = certifier_for(model, settings)
     claims = describe(model, images, certifier)
-    chosen = isinstance(certifier, Smoothing) and len(chosen_on) <= CHOOSING and images.may_be_others(chosen_on)
-    if chosen_on and not chosen:
+    smoothed = isinstance(certifier, Smoothing) and len(chosen_on) <= CHOOSING
+    if chosen_on and not (smoothed and images.may_be_others(chosen_on)):
         yield Verdict(None, "the run leaves out images, and not as sigma is chosen on them")
     yield from (Verdict(None, reason) for reason in _against_the_file(run, json.loads(json.dumps(claims)), images))
     for row in run.rows:

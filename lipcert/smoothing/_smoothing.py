@@ -342,24 +342,26 @@ def _copied(model: Model) -> Model:
 def _check_network(model: Model, sigma: float) -> None:
     """Refuses a network whose logits for an image depend on its batch: draws would not be independent.
 
-    A batch of a few noisy images is compared with each of them alone, in float64 if the network runs in it, where
-    rounding hides less.
+    A batch of a few noisy images is compared with each of them alone.
     """
     spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
     images = 0.5 + spread / sigma * from_lattice(
         noise(0, 0, range(len(_SPREAD)), model.input_size, sigma, model.device), torch.float64
     )
+    if not _agree(model, images, lambda net, images: (net(images), torch.cat([*map(net, images.split(1))]))):
+        raise InputError(_DEPENDS)
+
+
+def _agree(model: Model, images: Tensor, runs: Callable[[Model, Tensor], tuple[Tensor, Tensor]]) -> bool:
+    """Whether two ways to run a network give the same logits; in float64, if it runs there, rounding hides less."""
     with without_autocast(model.device), without_cudnn():  # which computes in TF32, by kernels that depend on the batch
         try:
-            double = copy.deepcopy(model).double()
-            together, alone = double(images), torch.cat([*map(double, images.split(1))])
-            tolerance = _ROUNDING_DOUBLE if together.dtype == torch.float64 else _ROUNDING[torch.float32]
+            one, two = runs(copy.deepcopy(model).double(), images.double())
+            tolerance = _ROUNDING_DOUBLE if one.dtype == torch.float64 else _ROUNDING[torch.float32]
         except Exception:  # code in another type, or a device without float64
-            images = images.to(model.dtype)
-            together, alone = model(images), torch.cat([*map(model, images.split(1))])
-            tolerance = _tolerance(model, together)
-    if not same_logits(alone, together, tolerance):
-        raise InputError(_DEPENDS)
+            one, two = runs(model, images.to(model.dtype))
+            tolerance = _tolerance(model, one)
+    return same_logits(one, two, tolerance)
 
 
 @torch.no_grad()
@@ -368,10 +370,14 @@ def _fastest_format(model: Model) -> torch.memory_format:
 
     A ``view`` may not accept the strides, and ``as_strided`` reads other pixels.
     """
-    converted = copy.deepcopy(model).to(memory_format=torch.channels_last)
     image = from_lattice(noise(0, 0, range(1), model.input_size, 1.0, model.device), model.dtype)
+
+    def in_both(net: Model, image: Tensor) -> tuple[Tensor, Tensor]:
+        converted = copy.deepcopy(net).to(memory_format=torch.channels_last)
+        return net(image), converted(image.to(memory_format=torch.channels_last))
+
     try:
-        same = same_logits(converted(image.to(memory_format=torch.channels_last)), model(image), _ROUNDING_HALF)
+        same = _agree(model, image, in_both)
     except RuntimeError:
         same = False
     return torch.channels_last if same else torch.contiguous_format
