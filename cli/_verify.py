@@ -95,7 +95,7 @@ def verify(
         confirmed = f"{len(rows) - refuted - unsettled} of {len(rows)} recomputed"
         facts = [("rows", str(len(run))), ("confirmed", confirmed)]
         if unsettled:
-            facts.append(("unsettled", f"{unsettled}: some noisy images get other classes on this machine"))
+            facts.append(("unsettled", f"{unsettled}: rounding on this machine gives another result"))
         if not objections:
             facts.append(("next", command("report", results, "--html", results.with_suffix(".html"))))
         print_facts(facts)

@@ -613,6 +613,36 @@ def test_derivatives_that_torch_gets_wrong_are_refused(count, forwards, monkeypa
     assert "vmap" in Certifier(model, 0.1, "staged").skipped["anchored"]
 
 
+class Common(nn.Module):
+    """Two logits that share a large part, of an image or not, which would hide what is added to one of them."""
+
+    def __init__(self, part, added):
+        super().__init__()
+        self.head, self.part, self.added = nn.Linear(192, 2), part, added
+
+    def forward(self, x):
+        x = x.flatten(1)
+        logits = self.head(x) + self.part(x.mean(1, keepdim=True)) + torch.stack([self.added(x), -self.added(x)], 1)
+        return torch.cat([logits, 0 * logits[:, :1]], 1)
+
+
+@pytest.mark.parametrize("part", [lambda m: 1 + 0 * m, lambda m: 1 + m])
+@pytest.mark.parametrize(
+    ("size", "added", "message"),
+    [
+        (1e10, lambda x: 0.5 * torch.is_grad_enabled() + 0 * x[:, 0], "gradients are enabled"),
+        (1e10, lambda x: 0.1 * x.mean() + 0 * x[:, 0], "mixes the images"),
+        (1e5, lambda x: (0 * x + torch.tensor([3.0 * (x.dtype == torch.float32)] + [1e6] * 191))[:, 0], "in float32"),
+    ],
+)
+def test_a_part_that_logits_share_hides_no_difference(part, size, added, message):
+    torch.manual_seed(0)
+    net = Common(lambda mean: size * part(mean), added).eval()
+    model = lipcert.load(net, mean=(0.0,) * 3, std=(1.0,) * 3, input_size=(3, 8, 8))
+    with pytest.raises(LipcertError, match=message):
+        lipcert.certify(model, torch.rand(3, 3, 8, 8), eps=0.01, method="gloro")
+
+
 @pytest.mark.parametrize("scale", [1e-58, 1e-20, 300.0])
 def test_saturated_networks_are_not_refused_for_their_rounding_errors(scale):
     """Their derivatives underflow, or consist of rounding errors."""

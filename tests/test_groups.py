@@ -213,6 +213,7 @@ INDEPENDENT = {
     "sigmoids, moved": (Labels(lambda z: z.sigmoid()[:, None].flatten(1).clamp(0, 1)), "it ends in sigmoid"),
     "log-sigmoids": (Labels(F.logsigmoid), "labels of which several may hold"),
     "one probability": (OneLogit(nn.Sigmoid()), "the network's one output is a probability"),
+    "one mean of probabilities": (OneLogit(lambda z: (z.sigmoid() + (z / 2).sigmoid()) / 2), "from 0 to 1 for all"),
     "one hard sigmoid": (OneLogit(nn.Hardsigmoid()), "the network's one output is a probability"),
 }
 
@@ -224,6 +225,11 @@ def test_labels_that_do_not_exclude_each_other_are_refused(name, method):
     noise = {"sigma": 0.25} if method == "smoothing" else {}
     with pytest.raises(InputError, match=line):
         lipcert.certify(loaded(net), IMAGES.float(), eps=0.01, method=method, **noise)
+
+
+def test_one_output_that_is_never_negative_is_refused():
+    with pytest.raises(InputError, match="never below 0"):
+        lipcert.certify(loaded(OneLogit(lambda z: 9 * F.relu(z))), IMAGES.float(), eps=0.01, method="gloro")
 
 
 def test_a_configuration_may_name_independent_labels():

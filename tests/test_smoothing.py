@@ -487,6 +487,14 @@ def test_networks_that_are_no_function_of_one_image() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1e-4 * x.mean()
 
+    class Sharing(HalfSpace):
+        """A batch is mixed, which is small beside a part that two of three logits have in common."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = super().forward(x.float() + 2 * x.float().mean(0, keepdim=True))
+            common = 1e4 + 1e3 * x.float().mean((1, 2, 3))[:, None]
+            return torch.cat([logits + common, 0 * common], 1)
+
     class Graded(HalfSpace):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (1 if torch.is_grad_enabled() else -1)
@@ -512,7 +520,7 @@ def test_networks_that_are_no_function_of_one_image() -> None:
         (Graded(), "whether gradients"),
         (Locked(), "cannot be copied"),
     )
-    for net, message in (*refused, *((net, "on the batch") for net in (Mixing(), Scaling(), Slightly()))):
+    for net, message in (*refused, *((net, "on the batch") for net in (Mixing(), Scaling(), Slightly(), Sharing()))):
         with pytest.raises(LipcertError, match=message):
             Smoothing(wrapped(net), EPS, sigma=0.5)
 

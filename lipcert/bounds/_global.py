@@ -190,8 +190,9 @@ def check_batch(model: nn.Module, images: Tensor, alone: Tensor) -> None:
     # Logits that overflow for a single image may be finite in a batch, which sums in another order.
     finite = alone.isfinite()
     tolerance = 1e-9 if images.dtype == torch.float64 else 1e-3
+    finite_alone = alone.where(finite, -math.inf)
     if together.shape != alone.shape or not same_logits(
-        together.where(finite, -math.inf), alone.where(finite, -math.inf), tolerance
+        together.where(finite, -math.inf), finite_alone, tolerance, finite_alone
     ):
         raise InputError(problem)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipcert import roundoff
 from lipcert.attacks import PGD, Adversarial, Attack, smallest
-from lipcert.bounds import Bound, Progress, analyze, check_batch, margins, radii
+from lipcert.bounds import Analysis, Bound, Progress, analyze, check_batch, margins, radii
 from lipcert.certifier._global import Global
 from lipcert.certifier._method import NEGLIGIBLE, Subject, forward_pass
 from lipcert.certifier._nominal import ENTRIES_AT_ONCE, NominalMargins
@@ -144,6 +144,7 @@ class Certifier:
         with _one_line_refusals(self.method):
             self.methods, self.skipped, self.notes = prepare(self.subject)
         if outputs_of(model) == 1:
+            _check_sign(self.analysis)
             self.notes["labels"] = ONE_LOGIT
         self.budgets = budgets(self.subject)
         self.delta = 0.0 if eps.rigor == "deterministic" else eps.delta
@@ -423,6 +424,16 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
     return tensor.shape == other.shape and bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
+def _check_sign(analysis: Analysis) -> None:
+    """Refuses one output that is never negative, and so always of class 1."""
+    lowest = analysis.values[analysis.graph.output.operands[0]].lowest
+    if lowest > -1e-9:  # 0 but for rounding
+        raise InputError(
+            f"the network's one output is never below {lowest:.3g}, as a probability; let the network return the logit "
+            "before that, which is positive for class 1 alone"
+        )
+
+
 @torch.no_grad()
 def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None) -> None:
     """Refuses a network that behaves differently in float64, where bounds are computed, and in its own type."""
@@ -435,6 +446,10 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
     same_operations(own, real, "in another floating-point type")
     examined.refuse_reads()
     if rounding is None:
+        exact, limits = copied(images.double()), torch.finfo(dtype)
+        tolerance, underflows = 1e-3 if limits.bits > 16 else 0.05, bool(exact.abs().amax() * limits.eps < limits.tiny)
+        if not (underflows or same_logits(exact, results, tolerance, exact)):
+            raise UnsupportedCode([(f"forward code that gives other logits in {str(dtype)[6:]} than in float64", "")])
         return
     images, deployed = images.double(), results.double()
     predicted, all_margins = margins(copied(images))

@@ -37,7 +37,7 @@ EPS_OF_TYPE = frozenset(("rms_norm",))
 # Operations that only move or clip the entries of their operand, and those whose results are probabilities, of
 # independent labels or of classes.
 PASSING = frozenset(("identity", "dropout", "reshape", "permute", "flip", "roll", "getitem", "clamp"))
-OF_LABELS = ("sigmoid", "hardsigmoid", "logsigmoid", "log_sigmoid")
+OF_LABELS = ("sigmoid", "special_expit", "hardsigmoid", "logsigmoid", "log_sigmoid")
 OF_CLASSES = ("softmax", "log_softmax")
 # Modules whose functions work on lists of tensors, or in which users can register functions.
 _ELSEWHERE = ("torch._ops", "torch.foreach")

@@ -102,10 +102,14 @@ def outputs_of(model: Model) -> int:
     count = result.shape[1] if isinstance(result, Tensor) and result.dim() == 2 else 0
     last = trace.maker(result)
     ends = f"it ends in {last}" if last in OF_LABELS else ""
+    if count == 1 and not (ends or last in OF_CLASSES):
+        with torch.no_grad():
+            outputs = torch.cat([model(each)[:, 1] for each in examples(image)])
+        ends = "" if outputs.min() < 0 or outputs.max() > 1 else "from 0 to 1 for all example images"
     if count == 1 and (ends or last in OF_CLASSES):
         raise InputError(
-            f"the network's one output is a probability (it ends in {last}), which is positive whatever the class; let "
-            "the network return the logit before that, which is positive for class 1 alone"
+            f"the network's one output is a probability ({ends or f'it ends in {last}'}), which is positive whatever "
+            "the class; let the network return the logit before that, which is positive for class 1 alone"
         )
     if count > 1 and (why := ends or _multi_label_config(model.net)):
         raise InputError(

@@ -221,6 +221,7 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
         again = run(image)
         if not same_logits(results[0], again, 0.0 if image.device.type == "cpu" else tolerance(again)):
             problems.append("forward code that gives two results for one image")
+        several = torch.cat(results) if len({result.shape for result in results}) == 1 else None
         derived = Derived([image])  # code may take another way with the value that records operations
         for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
             try:
@@ -228,7 +229,7 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
                     result = run(image.clone().requires_grad_() * 1 if gradients else image)
             except InputError:  # it does not run there
                 continue
-            if not same_logits(result.detach(), results[0], tolerance(results[0])):
+            if not same_logits(result.detach(), results[0], tolerance(results[0]), several):
                 problems.append("forward code that depends on whether gradients are enabled")
                 if image.dtype.itemsize == 2:  # and kernels that add in another order differ by more
                     problems[-1] += f", or kernels of torch for {str(image.dtype)[6:]} that do, and not for float32"
@@ -290,8 +291,9 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
 def compared(graph: Graph, examined: Examined) -> None:
     """Refuses a module whose results are not those of its graph."""
     examined.refuse_reads()
+    several = torch.cat(examined.results)
     for image, result in zip(examined.images, examined.results, strict=True):
-        if not same_logits(_run(graph.replay, image), result, tolerance(result)):
+        if not same_logits(_run(graph.replay, image), result, tolerance(result), several):
             raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
 
 
@@ -391,11 +393,13 @@ def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
     return bool((equal | ((one - two).abs() <= tolerance * scale)).all())
 
 
-def same_logits(one: Tensor, two: Tensor, tolerance: float) -> bool:
-    """:func:`close`, and no difference is hidden by the logits of masked classes or by a number common to all.
+def same_logits(one: Tensor, two: Tensor, tolerance: float, among: Tensor | None = None) -> bool:
+    """:func:`close`, and no difference is hidden by logits of masked classes or by a part that logits share.
 
-    Each logit may differ by the ``tolerance`` times 16 times the larger of the two largest logits of its image, or
-    times 16 times the range of all logits if that is smaller, and by 256 roundings of its own.
+    The distance of a logit from the largest one of its image may change by the ``tolerance`` times the least of three
+    numbers: 16 times the larger of the two largest logits, 16 times the range of all logits, and the larger of this
+    distance and its range ``among`` the logits of several images; and by 16 roundings of both logits, or four of a
+    type of 16 bits.
     """
     if not close(one, two, tolerance):
         return False
@@ -404,10 +408,20 @@ def same_logits(one: Tensor, two: Tensor, tolerance: float) -> bool:
         return True
     eps = max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
     one, two, spread = one.double(), two.double(), float(finite.max()) - float(finite.min())
-    competing = two.nan_to_num(nan=-math.inf).topk(2, 1).values.abs().amax(1, keepdim=True)
-    allowed = tolerance * 16 * competing.clamp_max(spread) + 256 * eps * two.abs()
+    best, classes = two.nan_to_num(nan=-math.inf).topk(2, 1)
+    largest = classes[:, :1]
+
+    def distances(logits: Tensor) -> Tensor:
+        return logits.gather(1, largest) - logits
+
+    scale = 16 * best.abs().amax(1, keepdim=True).clamp_max(spread).expand_as(two)
+    if among is not None and len(among) > 1:
+        each = among.double()[:, largest[:, 0]].mT[..., None] - among.double()  # of every image, from each largest one
+        scale = scale.minimum(torch.maximum(each.amax(1) - each.amin(1), distances(two).abs()).nan_to_num(nan=math.inf))
+    roundings = (16 if eps < 1e-4 else 4) * eps * (two.abs() + two.gather(1, largest).abs())
     equal = (one == two) | (one.isnan() & two.isnan())
-    return bool((equal | ((one - two).abs() <= allowed)).all())
+    changed = (distances(one) - distances(two)).abs()
+    return bool((equal | (changed <= tolerance * scale + roundings)).all())
 
 
 def tolerance(result: Tensor) -> float:

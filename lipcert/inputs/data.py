@@ -328,8 +328,9 @@ class _StoredImages(Images):
         return hashlib.sha256(self.images.numpy().tobytes() + targets).hexdigest()
 
     def _read(self, index: int) -> tuple[Tensor, int | None]:
-        label = int(self.targets[index]) if self.labelled and self.targets is not None else None
-        return self.images[index].float() / 255, label
+        place = self._place(index)
+        label = int(self.targets[place]) if self.labelled and self.targets is not None else None
+        return self.images[place].float() / 255, label
 
 
 class _ReadImages(Images):

@@ -117,6 +117,8 @@ def verify(
     settings = run.settings(attack)
     certifier = certifier_for(model, settings)
     claims = describe(model, images, certifier)
+    if images.removed and summary.get("limit") is not None:
+        yield Verdict(None, "some images are said to be gone, so nothing shows that the others were not selected")
     smoothed = isinstance(certifier, Smoothing) and len(chosen_on) <= CHOOSING
     if chosen_on and not (smoothed and images.may_be_others(chosen_on)):
         yield Verdict(None, "the run leaves out images, and not as sigma is chosen on them")
@@ -149,7 +151,11 @@ def verify(
             done += 1
             reason = contradiction(claimed, run.eps, summary.get("method"))
             reason = reason or _objection(claimed, recomputed, attack is not None)
-            if isinstance(certifier, Certifier) or reason:
+            if not reason and isinstance(certifier, Certifier):  # a radius above the recomputed one, by rounding
+                between = [typed for eps, typed in run.every_eps if claimed["radius"] >= eps > recomputed["radius"]]
+                flips = between and f"it is certified at {between[0]}, and here by {recomputed['radius']:.9g} it is not"
+                yield Verdict(recomputed["index"], flips or None, unsettled=bool(between))
+            elif reason or isinstance(certifier, Certifier):
                 yield Verdict(recomputed["index"], reason)
             else:
                 yield _verdict_on_draws(claimed, recomputed, certifier)

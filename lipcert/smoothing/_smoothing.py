@@ -120,7 +120,7 @@ class Smoothing:
         self.notes: dict[str, str] = {"labels": ONE_LOGIT} if outputs_of(self.model) == 1 else {}
         self.classes = number_of_classes(self.model)
         _check_network(self.model, sigma)
-        self.format = _fastest_format(self.model)
+        self.format = _fastest_format(self.model, sigma)
         self.model = self.model.to(memory_format=self.format)
         _check_reach(self.plan)
         if eps.dtype != "real":
@@ -249,7 +249,7 @@ class Smoothing:
                 # Draws are independent only if the logits of each do not depend on the others.
                 for place in sorted({0, len(images) // 2, len(images) - 1}):
                     one = slice(place, place + 1)
-                    if not same_logits(self._logits(images[one]), logits[one], _tolerance(self.model, logits)):
+                    if not same_logits(self._logits(images[one]), logits[one], _tolerance(self.model, logits), logits):
                         raise InputError(_DEPENDS)
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
@@ -342,14 +342,21 @@ def _copied(model: Model) -> Model:
 def _check_network(model: Model, sigma: float) -> None:
     """Refuses a network whose logits for an image depend on its batch: draws would not be independent.
 
-    A batch of a few noisy images is compared with each of them alone.
+    A batch of noisy images is compared with each of them alone.
     """
-    spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
-    images = 0.5 + spread / sigma * from_lattice(
-        noise(0, 0, range(len(_SPREAD)), model.input_size, sigma, model.device), torch.float64
-    )
-    if not _agree(model, images, lambda net, images: (net(images), torch.cat([*map(net, images.split(1))]))):
+
+    def in_both(net: Model, images: Tensor) -> tuple[Tensor, Tensor]:
+        return net(images), torch.cat([*map(net, images.split(1))])
+
+    if not _agree(model, _noisy(model, sigma), in_both):
         raise InputError(_DEPENDS)
+
+
+def _noisy(model: Model, sigma: float) -> Tensor:
+    """A grey image with little noise and with much, float64."""
+    spread = torch.tensor(_SPREAD, device=model.device).view(-1, 1, 1, 1)
+    drawn = noise(0, 0, range(len(_SPREAD)), model.input_size, sigma, model.device)
+    return 0.5 + spread / sigma * from_lattice(drawn, torch.float64)
 
 
 def _agree(model: Model, images: Tensor, runs: Callable[[Model, Tensor], tuple[Tensor, Tensor]]) -> bool:
@@ -361,23 +368,22 @@ def _agree(model: Model, images: Tensor, runs: Callable[[Model, Tensor], tuple[T
         except Exception:  # code in another type, or a device without float64
             one, two = runs(model, images.to(model.dtype))
             tolerance = _tolerance(model, one)
-    return same_logits(one, two, tolerance)
+    return same_logits(one, two, tolerance, two)
 
 
 @torch.no_grad()
-def _fastest_format(model: Model) -> torch.memory_format:
+def _fastest_format(model: Model, sigma: float) -> torch.memory_format:
     """Channels last, in which convolutions are faster and all else is as fast, unless the network's code needs others.
 
     A ``view`` may not accept the strides, and ``as_strided`` reads other pixels.
     """
-    image = from_lattice(noise(0, 0, range(1), model.input_size, 1.0, model.device), model.dtype)
 
-    def in_both(net: Model, image: Tensor) -> tuple[Tensor, Tensor]:
+    def in_both(net: Model, images: Tensor) -> tuple[Tensor, Tensor]:
         converted = copy.deepcopy(net).to(memory_format=torch.channels_last)
-        return net(image), converted(image.to(memory_format=torch.channels_last))
+        return converted(images.to(memory_format=torch.channels_last)), net(images)
 
     try:
-        same = _agree(model, image, in_both)
+        same = _agree(model, _noisy(model, sigma), in_both)
     except RuntimeError:
         same = False
     return torch.channels_last if same else torch.contiguous_format
