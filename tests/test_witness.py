@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -405,6 +407,7 @@ def test_what_torch_computes_in_float32_is_no_other_type_of_the_network(dtype):
 
 
 OWN = torch.Generator(), random.Random()
+NUMPYS, OLD_NUMPYS, POOL = np.random.default_rng(0), np.random.RandomState(0), ThreadPoolExecutor(1)
 
 
 @pytest.mark.parametrize(
@@ -416,6 +419,14 @@ OWN = torch.Generator(), random.Random()
             lambda: (random.getstate(), random.random(), random.setstate(_))[1] if (_ := random.getstate()) else None,
             True,
         ),
+        (lambda: NUMPYS.random(), True),
+        (lambda: OLD_NUMPYS.rand(), True),
+        (lambda: np.random.default_rng().random(), True),
+        (lambda: random.SystemRandom().random(), True),
+        (lambda: int.from_bytes(os.urandom(4), "big"), True),
+        (lambda: POOL.submit(random.random).result(), True),
+        (lambda: POOL.submit(lambda: float(torch.rand(()))).result(), True),
+        (lambda: np.random.default_rng(0).random(), False),
         (lambda: torch.rand((), generator=torch.Generator().manual_seed(0)), False),
         (lambda: random.Random(0).gauss(0, 1), False),
     ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
+from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,23 +34,30 @@ class Drawn(NamedTuple):
 
 
 def watched(run: Callable[[], T]) -> tuple[T, Drawn]:
-    """What a function returns, and what this thread draws in it; other threads may draw random numbers.
+    """What a function returns, and what it draws; other threads may draw random numbers.
 
-    Sees torch's kernels and Python's ``random``; Python's not while another profiler runs. NumPy's global generator is
-    seen by its state, which other threads may change: the function is then run again, a few times.
+    Sees torch's kernels, Python's ``random`` and the system's generator on this thread, and generators of NumPy that
+    functions called here refer to; none but the kernels while another profiler runs. Draws from NumPy's global
+    generator, and those of the function's own threads from any global one, are seen by its state, in each of several
+    runs; the latter only if no other thread draws, so that it rests while the function does not run.
     """
+    rests = True
     for _ in range(_TRIES if threading.active_count() > 1 else 1):
-        before = _numpy_state()
+        before, started = _global_states(), time.monotonic()
         with _Draws() as draws:
             result = run()
-        changed = _numpy_state() != before
-        if draws.anew or not changed:
+        after = _global_states()
+        if draws.anew or after == before:
+            return result, Drawn(draws.anew, tuple(draws.states))
+        time.sleep(time.monotonic() - started)
+        rests = rests and after == _global_states()
+        if not rests and after[0] == before[0]:
             break
-    return result, Drawn(draws.anew or changed, tuple(draws.states))
+    return result, Drawn(rests or after[0] != before[0], tuple(draws.states))
 
 
 class _Draws(TorchDispatchMode):
-    """Notes the draws of kernels and of Python's generators."""
+    """Notes the draws of kernels and of generators of Python, NumPy and the system."""
 
     supports_higher_order_operators = True
 
@@ -55,6 +65,8 @@ class _Draws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.anew = False
         self.states: list[int] = []
+        self.seen: set[CodeType] = set()
+        self.numpy: dict[int, tuple[Any, bytes]] = {}  # generators, and their states before the function that has them
 
     def __enter__(self) -> Any:
         self.profiles = sys.getprofile() is None
@@ -66,14 +78,30 @@ class _Draws(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self.profiles:
             sys.setprofile(None)
+        self.states += [hash(before) for one, before in self.numpy.values() if _state(one) != before]
 
     def _profile(self, frame: Any, event: str, called: Any) -> None:
+        if event == "call":
+            self._look_into(frame)
         generator = getattr(called, "__self__", None) if event == "c_call" else None
+        self.anew |= getattr(called, "__name__", "") in ("urandom", "getrandom") and isinstance(generator, ModuleType)
         if isinstance(generator, random.Random) and called.__name__ in ("random", "getrandbits"):
             if generator is _PYTHONS or isinstance(generator, random.SystemRandom):
                 self.anew = True
             else:
                 self.states.append(hash(generator.getstate()))
+
+    def _look_into(self, frame: FrameType) -> None:
+        """Notes the generators of NumPy that a function has by its arguments, its closure, or the names in its code."""
+        if frame.f_code in self.seen:
+            return
+        self.seen.add(frame.f_code)
+        names = frame.f_code.co_names
+        values = [frame.f_globals.get(name) for name in names]
+        values += [vars(one).get(name) for one in values if isinstance(one, ModuleType) for name in names]
+        for one in (*values, *frame.f_locals.values()):
+            if isinstance(one, (np.random.Generator, np.random.RandomState)) and id(one) not in self.numpy:
+                self.numpy[id(one)] = one, _state(one)
 
     def __torch_dispatch__(self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,6 +117,13 @@ class _Draws(TorchDispatchMode):
         return kernel(*args, **kwargs)
 
 
-def _numpy_state() -> list[Any]:
-    _, words, *place = np.random.get_state()
-    return [np.asarray(words).tobytes(), place]
+def _state(generator: Any) -> bytes:
+    """The state of a generator of NumPy."""
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator._bit_generator
+    return pickle.dumps(bits.state)
+
+
+def _global_states() -> list[Any]:
+    """The states of the global generators of NumPy, Python and torch."""
+    numpys = np.random.get_state(legacy=False)
+    return [pickle.dumps(numpys), random.getstate(), torch.default_generator.get_state().numpy().tobytes()]
