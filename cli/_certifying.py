@@ -272,7 +272,12 @@ def _certify_with(
     for method, reason in certifier.notes.items():
         say(f"note: {method}: {reason}")
     status = replace(status, log10=None if certifier.bound is None else certifier.bound.log10)
-    description = {**describe(loaded, images, certifier, typed()), "name": label, "preparation_seconds": preparation}
+    chosen = [source.word for source in plan.sources if source.chosen]  # another file may be the newest tomorrow
+    description = {
+        **describe(loaded, images, certifier, typed(*chosen)),
+        "name": label,
+        "preparation_seconds": preparation,
+    }
     if choice is not None:
         description["sigma_choice"] = choice
     file = out if isinstance(out, Path) else None

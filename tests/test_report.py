@@ -582,6 +582,7 @@ def test_logits_of_many_classes_are_few_and_tell_networks_apart():
 
 
 def test_the_code_of_a_card_certifies_as_the_run_did(results, tmp_path):
+    lipcert.save(lipcert.load(None), "mine.safetensors")
     (one,) = read_runs([results(time=2.5, dtype="float32")])
     code = _card._snippet(one, Path("mine.safetensors"))
     assert "lipcert.load('mine.safetensors')" in code
@@ -623,7 +624,8 @@ def test_the_card_names_licence_base_and_file(results, tmp_path):
     command = "lipcert certify mine.safetensors --out r.jsonl"
     model = lipcert.load(None)
     lipcert.save(model, "mine.safetensors")
-    path = results(command=command, weights=weights_hash(model))
+    about = {"source": model.source, "recipe": model.recipe, "weights_hash": weights_hash(model)}
+    path = results(command=command, model=about)
     out = run(path, "--card", "README.md", "--license", "mit", "--base-model", "timm/vit").stderr
     card = ModelCard(Path("README.md").read_text())
     assert (card.data.license, card.data.base_model) == ("mit", "timm/vit")

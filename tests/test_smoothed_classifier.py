@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
-from commands import read_rows, read_summary, run
+from commands import read_rows, read_summary, run, write_images
 from PIL import Image
 from scipy import stats
 from torch import Tensor, nn
 
 import lipcert
 from lipcert.errors import InputError
+from lipcert.inputs.artifact import weights_hash
+from lipcert.inputs.preprocessing import preprocessing
+from lipcert.report import model_card, read_runs
 from lipcert.results import read_run
+from lipcert.smoothing import Denoised
 
 SIGMA = 0.25
 
@@ -245,18 +252,54 @@ def test_an_image_on_which_it_abstains_is_not_correct(tmp_path: Path) -> None:
     saved.refuse_false_rows()
 
 
-def test_the_card_of_a_smoothed_network_loads_and_uses_it(tmp_path: Path) -> None:
-    lipcert.save(lipcert.load("digits-vit"), "net.safetensors")
-    words = ("--method", "smoothing", "--sigma", "0.2", "--eps", "0.1", "--limit", "4", "--samples", "100")
-    run("certify", "net.safetensors", *words, "--out", "r.jsonl")
-    run("report", "r.jsonl", "--card", "card.md")
-    card = (tmp_path / "card.md").read_text()
-    code = re.search(r"## Use it\n\n((?:    .*\n| *\n)+)", card)
-    assert code is not None
-    names: dict[str, Any] = {"images": torch.rand(1, 3, 8, 8)}
-    exec(textwrap.dedent(code[1]), names)
+OTHER_PIXELS = ("--mean", "0.4", "--std", "0.25", "--input-size", "16", "--crop-pct", "0.5")
+CERTIFIED = {
+    "a name": ("test_resnet", "--checkpoint", "w.pt", "--model-args", "num_classes=3", *OTHER_PIXELS),
+    "an artifact": ("net.safetensors",),
+    "an artifact behind a denoiser": ("net.safetensors", "--denoiser", "dct"),
+    "an artifact with other preprocessing": ("net.safetensors", *OTHER_PIXELS),
+    "the newest artifact": (),
+}
+
+
+@pytest.mark.parametrize("model", CERTIFIED)
+def test_the_code_of_a_card_loads_what_was_certified(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = timm.create_model("test_resnet", num_classes=3)
+    torch.save(net.state_dict(), "w.pt")
+    size = {"input_size": (3, 24, 24)}
+    lipcert.save(lipcert.load("test_resnet", checkpoint="w.pt", num_classes=3, **size), "net.safetensors")
+    write_images("path/to/images", 4, 32)
+    words = ("--method", "smoothing", "--sigma", "0.2", "--eps", "0.1", "--samples", "50", "--data", "path/to/images")
+    command = ("certify", *CERTIFIED[model], *words, "--out", "r.jsonl")
+    monkeypatch.setattr(sys, "argv", ["lipcert", *command])
+    run(*command)
+    published = run("report", "r.jsonl", "--card", "card.md").stderr
+    lipcert.save(lipcert.load("digits-vit"), "newer.safetensors")
+    card = Path("card.md").read_text()
+    use, again = re.findall(r"## (?:Use it|Reproduce)\n\n((?:    .*\n| *\n)+)", card)
+    names: dict[str, Any] = {}
+    shape = read_summary()["preprocessing"]["input_size"]
+    exec(textwrap.dedent(use).replace("WEIGHTS", "w.pt"), {"images": torch.rand(1, *shape)}, names)
     assert names["classes"].shape == (1,)
-    assert (tmp_path / "smoothed.safetensors").exists()
+    assert weights_hash(names["smoothed"].network) == read_summary()["model"]["weights_hash"]
+    assert preprocessing(names["model"], files=True) == read_summary()["preprocessing"]
+    assert ("net.safetensors" in published) is (model != "a name")
+    if model == "a name":
+        assert shlex.split(again)[2:] == [*CERTIFIED[model], *words, "--out", "r.jsonl"]
+    else:
+        exec(textwrap.dedent(again), names)
+        assert names["result"].about["model"] == read_summary()["model"]
+        assert {one["image"] for one in names["result"]} == {one["image"] for one in read_rows()}
+
+
+def test_a_card_without_the_file_says_what_is_missing() -> None:
+    model = lipcert.load("digits-vit")
+    behind = Denoised(model, torch.nn.Identity())
+    lipcert.certify(behind, torch.rand(1, 3, 8, 8), eps=0.1, method="smoothing", sigma=0.2, samples=50).save("r.jsonl")
+    code = str(model_card(read_runs(["r.jsonl"])))
+    assert "lipcert.load('ARTIFACT')" in code
+    assert "denoiser=DENOISER)" in code
 
 
 def test_images_on_which_sigma_was_chosen_stay_out_of_every_later_run() -> None:

@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from functools import cache
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lipcert.denoisers import Denoised
+from lipcert.errors import LipcertError
+from lipcert.graph import identity_of_code
+from lipcert.inputs.artifact import read_metadata, weights_hash
 from lipcert.inputs.checkpoints import checkpoints
+from lipcert.inputs.loading import load
+from lipcert.inputs.preprocessing import RESIZING, Preprocessing
+from lipcert.inputs.sources import is_artifact
 from lipcert.results import Run, same_logits
 
 
+@lru_cache(maxsize=16)  # a report asks several times, and the network is loaded
 def artifact_of(run: Run) -> Path | None:
     """The file of the run's model: a local artifact named in its command, or one of lipcert's; otherwise None."""
-    from lipcert.inputs.artifact import is_artifact, read_metadata  # they import torch
-
     for path in (*(Path(word) for word in command_of(run) if is_artifact(word)), *shipped()):
-        if read_metadata(path)["weights_hash"] == run.weights_hash and _same(run.example_logits, _logits_of(path)):
-            return path
+        with suppress(LipcertError):  # as of a file that was written anew since, or of a denoiser of the user's
+            if read_metadata(path)["source"] == run.summary["model"].get("source") and _is_of(run, path):
+                return path
     return None
 
 
-@cache
-def _logits_of(path: Path) -> list[list[float]]:
-    """The logits of a file's model on the example images: the weights may have been run by other code."""
-    from lipcert.graph import identity_of_code
-    from lipcert.inputs.loading import load
+def _is_of(run: Run, path: Path) -> bool:
+    """Whether a file's model, with what the run added, has its weights and its logits, for other code may run them."""
+    denoiser, pixels = added(run, path)
+    model = load(path)
+    Preprocessing(**pixels).apply(model)
+    model = model if denoiser is None else Denoised(model, denoiser)
+    return weights_hash(model) == run.weights_hash and _same(run.example_logits, identity_of_code(model)[1])
 
-    return identity_of_code(load(path))[1]
+
+def added(run: Run, path: Path) -> tuple[str | None, dict[str, Any]]:
+    """What a run added to a file's model: its denoiser, and the preprocessing that differs from the file's."""
+    content = read_metadata(path)
+    before, now = {**RESIZING, **content["data_config"], **content}, run.summary.get("preprocessing") or {}
+    stored, asked = (vars(Preprocessing.of_summary(entries)) for entries in (before, now))
+    pixels = {name: value for name, value in asked.items() if value not in (None, stored[name])}
+    return None if any(step["step"] == "denoise" for step in content["recipe"]) else run.denoiser, pixels
 
 
 def _same(logits: Any, others: Any) -> bool:

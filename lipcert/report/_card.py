@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from lipcert.denoisers import NAMES
 from lipcert.errors import InputError
-from lipcert.report._artifact import artifact_of, by_model, command_of, shipped, title
+from lipcert.inputs.preprocessing import Preprocessing
+from lipcert.report._artifact import added, artifact_of, by_model, command_of, shipped, title
 from lipcert.report._build import Eps, facts, radii_of_interest, sentence
 from lipcert.report._markdown import MARK, code, escaped, heading, items, table
 from lipcert.report._words import listed, promises, right
@@ -107,19 +110,10 @@ def _command(run: Run) -> str:
 
 
 def _use(run: Run, artifact: Path | None) -> str:
-    """Python code that loads a smoothed classifier and predicts; the weights that no file names are the user's."""
-    source = run.summary["model"].get("source", {})
-    arguments = "".join(f", {name}={value!r}" for name, value in source.get("arguments", {}).items())
-    loaded = f"{run.network!r}, checkpoint='WEIGHTS'{arguments}"
-    if artifact is not None:
-        loaded = repr(shipped().get(artifact, artifact.name))
-    denoiser = f", denoiser={run.denoiser!r}" if run.denoiser and artifact is None else ""
+    """Python code that loads a smoothed classifier and predicts."""
     return "\n".join(
         [
-            "import lipcert",
-            "",
-            f"model = lipcert.load({loaded})",
-            f"smoothed = lipcert.SmoothedClassifier(model, sigma={run.noise['sigma']!r}{denoiser})",
+            *_loading(run, artifact),
             "classes = smoothed.predict(images)  # of pixels in [0, 1], shape (N, C, H, W); -1 where it abstains",
             'lipcert.save(smoothed, "smoothed.safetensors")  # which lipcert predict and lipcert certify take',
         ]
@@ -128,14 +122,50 @@ def _use(run: Run, artifact: Path | None) -> str:
 
 def _snippet(run: Run, artifact: Path) -> str:
     """Python code that loads the model and certifies some images again."""
-    source = shipped().get(artifact, artifact.name)
     spec = str(run.summary.get("data", {}).get("spec"))
     images = None if spec == "bundled" else f"path/to/{os.path.basename(spec)}" if os.path.isabs(spec) else spec
-    lines = ["import lipcert", "from lipcert.inputs.data import open_images", "", f"model = lipcert.load({source!r})"]
-    few = min(8, len(run))
+    certified, few = "smoothed" if run.smoothed else "model", min(8, len(run))
+    lines = _loading(run, artifact, "from lipcert.inputs.data import open_images")
     lines += [f"batch = next(open_images({images!r}, model, limit={few}).batches({few}))"]
-    lines += [f"result = lipcert.certify(model, batch.images, batch.labels, {_settings(run)})", "print(result)"]
+    lines += [f"result = lipcert.certify({certified}, batch.images, batch.labels, {_settings(run)})", "print(result)"]
     return "\n".join(lines)
+
+
+def _loading(run: Run, artifact: Path | None, *imports: str) -> list[str]:
+    """Python code that loads what was certified; names in capitals stand for what is the user's."""
+    recorded, about = run.summary.get("preprocessing") or {}, run.summary["model"]
+    preprocessing, denoiser = Preprocessing.of_summary(recorded), run.denoiser
+    pixels = {name: value for name, value in vars(preprocessing).items() if value is not None}
+    arguments: dict[str, Any] = {}
+    if artifact is not None:
+        name, (denoiser, pixels) = repr(shipped().get(artifact, artifact.name)), added(run, artifact)
+    elif any(step["step"] != "denoise" for step in about["recipe"]):
+        name = "'ARTIFACT'"
+    else:
+        source, stated = about.get("source"), preprocessing.stated((recorded.get("input_size") or [3])[0])
+        name = repr(run.network) if source else "MODULE"
+        arguments = {**({"checkpoint": "WEIGHTS", **source.get("arguments", {})} if source else {}), **stated}
+        pixels = {key: value for key, value in pixels.items() if key not in stated}
+    lines = [f"model = lipcert.load({', '.join([name, *_typed(arguments)])})"]
+    if pixels:
+        imports += ("from lipcert.inputs.preprocessing import Preprocessing",)
+        lines.append(f"Preprocessing({', '.join(_typed(pixels))}).apply(model)")
+    if run.smoothed:
+        front = "" if denoiser is None else f", denoiser={repr(denoiser) if denoiser in NAMES else 'DENOISER'}"
+        lines.append(f"smoothed = lipcert.SmoothedClassifier(model, sigma={run.noise['sigma']!r}{front})")
+    return ["import lipcert", *imports, "", *lines]
+
+
+def _typed(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments of a call, with the numbers of float32 as they are written, not as float64 shows them."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(short, value))
+        single = np.float32(value) if isinstance(value, float) else value
+        return float(str(single)) if single == value and isinstance(value, float) else value
+
+    return [f"{name}={short(value)!r}" for name, value in arguments.items()]
 
 
 def _settings(run: Run) -> str:
