@@ -116,6 +116,7 @@ class _Outcome:
     run: Run
     path: Path | None
     status: Status
+    stuck: bool  # whether the time was too short for any image
 
 
 def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list[dict[str, str]]]:
@@ -326,11 +327,15 @@ def _certify_with(
                 deadline=plan.until,
                 ahead=plan.ahead,
             )
-    if plan.until < math.inf and plan.parts == 1 and len(tally) < len(images):
-        each = f"{'up to' if settings.noise else 'about'} {duration(tally.pace or 0.0)} each".replace("up to <", "<")
+    if plan.parts == 1 and tally.left:
+        pace = tally.pace or 0.0
+        following = f"the next may take up to {duration(pace)} each".replace("up to <", "<")
+        if not settings.noise:
+            following = f"the next {tally.left}, certified together, may take about {duration(pace * tally.left)}"
         more = "a larger --time-budget" + (", or fewer --samples," if settings.noise else "")
-        begun = f"time: stopped after {len(tally)} of {len(images)} images, as the next may take {each}"
-        say(f"{begun}; the same command continues, and {more} reaches more")
+        again = "the same command continues, and " if file is not None and done else ""
+        begun = f"time: stopped after {len(tally)} of {len(images)} images, as {following}"
+        say(f"{begun}; {again}{more} reaches more")
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
     if (line := other_order(pairs, images.class_names)) is not None:
         say(f"note: {line}")
@@ -346,7 +351,7 @@ def _certify_with(
         finished=bool(run.certified or settings.noise or settings.at is not None),
         rows=plan.out if plan.out is not None and plan.out.is_dir() else path,
     )
-    return _Outcome(label, run, path, status)
+    return _Outcome(label, run, path, status, stuck=bool(tally.left) and not done)
 
 
 def _keeps(plan: Plan) -> bool:
@@ -457,7 +462,7 @@ def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
         return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", page))
     first = outcomes[0]
     if first.path is not None and not first.run.complete:
-        return Advice(typed(), "it continues where the time ended")
+        return Advice(typed(), f"it continues where the time ended{', given more of it' if first.stuck else ''}")
     return advise(first.status if len(outcomes) == 1 else replace(first.status, finished=True))
 
 

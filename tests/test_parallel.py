@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -177,6 +178,22 @@ def test_parts_of_few_images_get_about_as_many(count, parts, least):
     shares = [Remaining(certifier, images, part=part, parts=parts).length for part in range(parts)]
     assert sum(shares) == min(count, images.total)
     assert min(shares) >= least
+
+
+def test_a_block_that_does_not_fit_into_the_time_is_not_begun():
+    """A block is certified as a whole; a run that continues knows from its rows how long an image takes."""
+    command = ["certify", *GLORO, "--out", "r.jsonl"]
+    run(*command)
+    whole = timeless()
+    rows = [json.dumps({**row, "seconds": 100.0}) for row in whole[:1]]
+    Path("r.jsonl").write_text("\n".join(rows) + "\n")
+    stopped = run(*command, "--time-budget", "60s")
+    assert timeless() == whole[:1]
+    assert re.search(r"after 1 of 60 images, as the next \d+, certified together, may take about", stopped.stderr)
+    assert "; a larger --time-budget reaches more" in stopped.stderr
+    assert "given more of it" in stopped.stdout
+    run(*command, "--time-budget", "10h")
+    assert timeless() == whole
 
 
 def test_shards_are_put_together():

@@ -46,6 +46,7 @@ class Tally:
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
         self.rows = list(rows)
         self.pace: float | None = None  # seconds that the next image may take; None if not known
+        self.left = 0  # images of the next block, if the run stopped before it for want of time
         self.seconds: float | None = None  # that the run took by the clock, over all its starts; None if not known
 
     def __len__(self) -> int:

@@ -51,7 +51,12 @@ def blocks_of(order: Sequence[int], certifier: Certifier | Smoothing) -> list[Se
 
 
 class Remaining:
-    """The images without a row, for one of several processes; ``stopped`` if the deadline left some out."""
+    """The images without a row, for one of several processes.
+
+    Attributes:
+        pace: seconds for an image, from those before; for smoothing, with all draws that it may take.
+        left: the number of images in the block that did not fit before the deadline; 0 if there was none.
+    """
 
     def __init__(
         self,
@@ -65,8 +70,8 @@ class Remaining:
         ahead: Sequence[ProcessPoolExecutor] = (),
     ):
         self.deadline, self.ahead = deadline, ahead
-        self.pace: float | None = None  # seconds for an image; for smoothing, with all draws that it may take
-        self.stopped = False
+        self.pace: float | None = None
+        self.left = 0
         self.workers = workers_for(certifier, workers)
         self.certifier = certifier
         self.images = images
@@ -95,7 +100,7 @@ class Remaining:
         for batch in self.images.batches([len(block) for block in self.blocks], only=remaining):
             while len(batch):
                 if not (count := self._fitting(len(batch))):
-                    self.stopped = True
+                    self.left = len(batch)
                     return
                 part, batch = batch.split(count)
                 yield part
@@ -129,7 +134,7 @@ def certify_in_memory(
     except KeyboardInterrupt as error:
         done = f"{len(tally)} image{'s' * (len(tally) != 1)}"
         raise Interrupted(f"interrupted after {done}; nothing is kept with --no-out") from error
-    tally.seconds, tally.pace = time.monotonic() - started, run.pace
+    tally.seconds, tally.pace, tally.left = time.monotonic() - started, run.pace, run.left
     return tally
 
 
@@ -176,9 +181,11 @@ def certify_to_file(
         before = len(file.tally)
         try:
             remaining = Remaining(certifier, images, done, part, parts, workers, deadline, ahead)
+            if before and not remaining.divisible:
+                remaining.pace = file.tally.cpu_seconds / before
             _collect(remaining, file.append, progress)
-            file.unfinished |= remaining.stopped
-            file.tally.pace = remaining.pace
+            file.unfinished |= bool(remaining.left)
+            file.tally.pace, file.tally.left = remaining.pace, remaining.left
         except KeyboardInterrupt as error:
             new = len(file.tally) - before
             raise Interrupted(
