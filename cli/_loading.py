@@ -157,12 +157,16 @@ def show_preprocessing(images: Images, model: Model) -> None:
     sizes = images.sizes(_SAMPLED)
     show_data(images)
     config = preprocessing(model, files=not images.stored)
-    areas = sorted(dict.fromkeys(sizes), key=lambda size: size[0] * size[1])
-    ends = areas if len(areas) < 2 else (areas[0], areas[-1])
-    size = " to ".join(f"{height}×{width}" for width, height in ends) + (" → " if ends else "")
+    ends = [sorted({*side}) for side in zip(*sizes, strict=True)][::-1]  # heights, and widths
+    size = ("×" if len({*sizes}) < 2 else " × ").join(_range(side) for side in ends) + (" → " if ends else "")
     say(f"images: {size}{in_words(config)}")
     for remark in remarks(config, sizes):
-        say(f"note: {remark}{f' ({len(sizes)} images sampled)' if len(areas) > 1 else ''}")
+        say(f"note: {remark}{f' ({len(sizes)} images sampled)' if len({*sizes}) > 1 else ''}")
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """The least and the most of ascending numbers, or the one that there is."""
+    return " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))
 
 
 @contextlib.contextmanager

@@ -111,47 +111,52 @@ def preprocessing(model: Model, files: bool) -> dict[str, Any]:
 
 
 def in_words(config: Mapping[str, Any]) -> str:
-    """One line: ``resize to 248×248, crop 224×224, bicubic; mean 0.485, 0.456, 0.406; std 0.229, 0.224, 0.225``."""
+    """One line: ``resize the shorter side to 256, crop 224×224, bicubic; mean 0.5; std 0.229, 0.224, 0.225``."""
     try:
-        resized, size, squashed = _sizes(config)
-        steps = f"{_times(size)}, as stored" if resized is None else f"resize to {_times(resized)}"
-        if resized not in (None, size):
-            steps += f", crop {_times(size)}"
-        elif resized is not None and not squashed:
-            steps += ", crop the longer side"
-        kind = f", {config['interpolation']}" if resized else ""
-        numbers = [f"{name} {_channels(config[name])}" for name in ("mean", "std")]
-        return f"{steps}{kind}; {'; '.join(numbers)}"
+        resized, size, mode = _sizes(config)
+        numbers = "; ".join(f"{name} {_channels(config[name])}" for name in ("mean", "std"))
+        if resized is None:
+            return f"{_times(size)}, as stored; {numbers}"
+        if mode == "squash":
+            steps = f"to {_times(resized)}" + (f", crop {_times(size)}" if resized != size else "")
+        elif mode == "border":
+            steps = f"into {_times(resized)}, crop or pad to {_times(size)}"
+        else:
+            to = f"the shorter side to {resized[0]}" if resized[0] == resized[1] else f"to cover {_times(resized)}"
+            steps = f"{to}, crop {_times(size)}"
+        return f"resize {steps}, {config['interpolation']}; {numbers}"
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
         return "not stated"
 
 
 def remarks(config: Mapping[str, Any], sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
     """Remarks on images of some (width, height): how many are enlarged, and how much of them is cropped away."""
-    resized, (rows, columns), squashed = _sizes(config)
+    resized, (rows, columns), mode = _sizes(config)
     if resized is None or not sizes:
         return
-    scales = [max(resized[0] / height, resized[1] / width) for width, height in sizes]
-    enlarged = sum(scale > 1 for scale in scales)
+    scales = [(resized[0] / height, resized[1] / width) for width, height in sizes]
+    if mode != "squash":
+        scales = [((min if mode == "border" else max)(both),) * 2 for both in scales]
+    enlarged = sum(max(both) > 1 for both in scales)
     if enlarged:
         which = "the images" if enlarged == len(sizes) else f"{100 * enlarged / len(sizes):.0f} % of the images"
         yield f"{which} are enlarged: ε and radii are measured on the resized images"
     kept = [
-        1.0 if squashed else min(1.0, rows * columns / (scale * height * scale * width))
-        for scale, (width, height) in zip(scales, sizes, strict=True)
+        min(1.0, rows / (down * height)) * min(1.0, columns / (across * width))
+        for (down, across), (width, height) in zip(scales, sizes, strict=True)
     ]
     if min(kept) < _WHOLE:
         most, least = (f"{100 * (1 - share):.0f}" for share in (min(kept), max(kept)))
         yield f"centre crop discards {most if most == least else f'{least} to {most}'} % of the pixels"
 
 
-def _sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int], bool]:
-    """(height, width) after resizing and after cropping, and whether the sides are resized independently."""
+def _sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int], str]:
+    """(height, width) to which an image is resized, unless it is as stored, and cropped, and how, as timm calls it."""
     _, rows, columns = config["input_size"]
     if config["crop_pct"] is None:
-        return None, (rows, columns), False
+        return None, (rows, columns), ""
     resized = math.floor(rows / config["crop_pct"]), math.floor(columns / config["crop_pct"])
-    return resized, (rows, columns), config["crop_mode"] == "squash"
+    return resized, (rows, columns), config["crop_mode"]
 
 
 def _channels(numbers: Sequence[float]) -> str:
