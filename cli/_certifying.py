@@ -182,6 +182,8 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     outcomes = []
     if loaded.sigma is not None:
         say(f"model: a smoothed classifier, σ = {loaded.sigma:g}")
+        if plan.settings[0].method not in (STAGED, SMOOTHING):
+            label += ", its network without noise"
     for asked in [one.smoothed(loaded.sigma) for one in plan.settings]:
         earlier = [out] if out else sorted(Path().glob(f"{stem}*.jsonl")) if plan.keep else []
         choice = _sigma_choice(loaded, asked, images, earlier, processes, plan.until) if asked.sigma == AUTO else None

@@ -161,9 +161,8 @@ def test_a_file_holds_the_noise_and_the_denoiser(denoiser: str | None, tmp_path:
     assert again.sigma == 0.3
     again.seed = 0
     assert torch.equal(again(images), smoothed(images))
-    with pytest.raises(InputError, match="samples= is for method smoothing only; choose it"):  # it may be any method
-        lipcert.certify(again, images, eps=0.1, samples=50)
-    found: Any = lipcert.certify(again, images, eps=0.1)
+    found: Any = lipcert.certify(again, images, eps=0.1, samples=60)
+    assert found.about["samples"] == 60
     assert found.method == ("smoothing",) * 2
     assert found.sigma == 0.3
     if denoiser is None:
@@ -218,6 +217,11 @@ def test_the_commands_take_a_file_without_a_sigma(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["sigma"] == 0.2
     assert "smoothed classifier, σ = 0.2" in done.stderr
     run(*certify, "--method", "smoothing")
+    few = json.loads(run(*certify, "--samples", "60", "--sigma", "0.3", "--json").stdout)
+    assert (few["method"], few["samples"], few["sigma"]) == ("smoothing", 60, 0.3)
+    assert "smoothed.safetensors, its network without noise" in run(*certify, "--method", "gloro").stdout
+    wrong = run("certify", "digits-vit", *certify[2:], "--samples", "60", code=2)
+    assert "--samples is for method smoothing only" in wrong.stderr
     assert "give the noise with --sigma" in run("predict", "digits-vit", "images", code=2).stderr
 
 

@@ -122,7 +122,7 @@ class Certifier:
         if eps.method == SMOOTHING:
             raise InputError("method smoothing has a certifier of its own; make that: lipcert.smoothing.Smoothing")
         check_noise(model)
-        self.settings = eps
+        self.settings = eps = eps.smoothed(None)
         self.eps, self.method, self.dtype = eps.eps, eps.method, eps.dtype
         self.attack = cast("Attack | None", eps.attack)
         check_environment(model.device, eps.dtype)

@@ -146,12 +146,10 @@ class CertifySettings:
         return self.every_eps[-1][0]
 
     def _check_smoothing(self) -> None:
-        """Refuses noise settings that are not valid, or that the method does not use."""
+        """Refuses noise settings that are not valid, or that the method does not use; of staged, the model decides."""
         if self.method != SMOOTHING:
-            names = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
-            if names:
-                given = ", ".join(as_given(f"{name}=") for name in names)
-                raise InputError(f"{given} is for method {SMOOTHING} only; choose it, or leave that out")
+            if self.method != STAGED:
+                self._refuse_noise()
             return
         if self.rigor != RIGORS[0] or self.attack is not None:
             setting = "an attack" if self.attack is not None else f"rigor {self.rigor}"
@@ -168,19 +166,29 @@ class CertifySettings:
         if self.further_eps:
             object.__setattr__(self, "all_samples", True)
 
+    def _refuse_noise(self) -> None:
+        """Refuses noise settings."""
+        names = [one.name for one in noise_fields() if getattr(self, one.name) != one.default]
+        if names:
+            given = ", ".join(as_given(f"{name}=") for name in names)
+            raise InputError(f"{given} is for method {SMOOTHING} only; choose it, or leave that out")
+
     def smoothed(self, sigma: float | None) -> CertifySettings:
         """These settings for a model of a smoothed classifier with noise of this σ, or for another model.
 
         Staged certification of a smoothed classifier is method smoothing, with its σ unless another is given.
 
         Raises:
-            InputError: the method is smoothing and no σ is known.
+            InputError: the method is smoothing and no σ is known, or noise is set for another model.
         """
         if self.method == SMOOTHING and self.sigma is None and sigma is None:
             raise InputError(f"method {SMOOTHING} needs a positive sigma, such as 0.25, or {AUTO}")
-        if sigma is None or self.sigma is not None or self.method not in (STAGED, SMOOTHING):
+        if self.method == STAGED and sigma is None:
+            self._refuse_noise()
+        if sigma is None or self.method not in (STAGED, SMOOTHING):
             return self
-        changed: dict[str, Any] = {"eps": self.eps_typed, "method": SMOOTHING, "sigma": sigma}
+        chosen = sigma if self.sigma is None else self.sigma
+        changed: dict[str, Any] = {"eps": self.eps_typed, "method": SMOOTHING, "sigma": chosen}
         return dataclasses.replace(self, **changed)
 
     @property
