@@ -21,7 +21,7 @@ def predict(
     sigma: Annotated[
         float | None, typer.Option(help="Standard deviation of the noise, if the file of the model does not state it.")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Noise draws per image, besides 100 that select the class.")] = 200,
+    samples: Annotated[int, typer.Option(help="Noise draws per image, besides up to 100 that select the class.")] = 200,
     alpha: Annotated[float, typer.Option(help="Failure probability per image.")] = 1e-3,
     limit: Limit = None,
     denoiser: Denoiser = None,

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import typer
 from commands import refused, run
 
 import lipcert
 from lipcert.attacks import PGD
 from lipcert.certifier import Certifier
 from lipcert.certvit import ConstrainSettings
+from lipcert.cli import app
 from lipcert.cli._commands import COMMANDS
 from lipcert.cli._options import options_of
 from lipcert.errors import InputError
@@ -23,6 +25,7 @@ from lipcert.inputs.data import open_images
 from lipcert.results.description import describe
 from lipcert.settings import CertifySettings, FinetuneSettings, option, parse_memory, settings_of
 from lipcert.settings import _certify as _settings
+from lipcert.smoothing import SELECTION
 
 FIELDS = [one for one in dataclasses.fields(CertifySettings) if one.init]
 
@@ -143,6 +146,13 @@ def test_the_help_of_a_command_is_one_page(command, monkeypatch):
     assert len(lines) <= 100
     most = 33 if command == "certify" else 30
     assert sum(bool(re.match(r"  (-\w, )?--?\w", line)) for line in lines) <= most
+
+
+@pytest.mark.parametrize("command", ["certify", "predict"])
+def test_the_help_counts_the_draws_that_select_a_class(command):
+    options = typer.main.get_command(app).get_command(None, command).params
+    (about,) = (one.help for one in options if one.name == "samples")
+    assert re.search(rf"besides (up to )?{SELECTION} that select the class", about)
 
 
 @pytest.mark.parametrize("loss", ["fixed", "lmt", "local-b", "local-g"])

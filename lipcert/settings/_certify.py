@@ -101,7 +101,9 @@ class CertifySettings:
     sigma: float | str | None = _noise(
         "Standard deviation of the noise; 0.12,0.25: one run each; auto: chosen on images outside --limit.", None
     )
-    samples: int = _noise("Maximum number of noise draws per image.", 1_000, range=COUNT)
+    samples: int = _noise(
+        "Maximum number of noise draws per image, besides up to 100 that select the class.", 1_000, range=COUNT
+    )
     alpha: float = _noise("Failure probability per image.", 1e-3, range=FAILURE)
     all_samples: bool = _noise("No early stopping: use all draws, for larger radii.", False)
     seed: int = _python("Seed of the noise.", 0, range=SEED, group=_NOISE)
