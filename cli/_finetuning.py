@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any, cast
@@ -183,7 +183,9 @@ class Training:
         """Counts the images of a batch; at the first, training has begun, so all settings are valid."""
         if not self.done:
             if self.recipe:
-                say(f"recipe: {self.recipe} ({self.reason}); {_chosen(self.recipe, self.asked, self.plan.given)}")
+                unused = {"lr"} if self.fits_head else set()
+                chosen = _chosen(self.recipe, self.asked, {*self.plan.given, *unused})
+                say(f"recipe: {self.recipe} ({self.reason}); {chosen}")
             show_preprocessing(self.images, self.model)
         self.done += more
         self.update(self.done, self.total)
@@ -257,12 +259,12 @@ class Training:
         )
 
 
-def _chosen(recipe: str, asked: FinetuneSettings, given: Mapping[str, Any]) -> str:
-    """The settings that a recipe adds to those that were given."""
+def _chosen(recipe: str, asked: FinetuneSettings, without: Collection[str]) -> str:
+    """The settings that a recipe adds, ``without`` those that were given, or that have no use."""
     words = []
     for name in [*RECIPES[recipe].settings, *(["sigma"] if asked.sigma else [])]:
         value = getattr(asked, name)
-        if name in given or value is None:
+        if name in without or value is None:
             continue
         if isinstance(value, tuple):
             value = "(" + ", ".join(f"{number:.3g}" for number in value) + ")"
@@ -310,7 +312,10 @@ _MEASURED = {"clean": "clean", "noisy": "under noise", "limit": "first-order lim
 
 
 def _say_epoch(epoch: Epoch, figures: Mapping[str, float]) -> None:
-    line = f"epoch {epoch.number} of {epoch.epochs}: loss {epoch.loss:.4f}, accuracy in training {epoch.accuracy:.1%}"
+    what = f"epoch {epoch.number} of {epoch.epochs}"
+    if epoch.fitted:
+        what = f"head fitted to each image and {epoch.number} noisy draw{'s' * (epoch.number > 1)} of it"
+    line = f"{what}: loss {epoch.loss:.4f}, accuracy in training {epoch.accuracy:.1%}"
     if epoch.bound is not None:
         line += f", Lipschitz bound of the features {epoch.bound:.4g} (certified; {epoch.estimate:.4g} in the loss)"
     held = ", ".join(f"{_MEASURED[name]} {value:.1%}" for name, value in figures.items())

@@ -613,7 +613,8 @@ def test_a_head_alone_is_fitted_to_features_of_noisy_images(digits, loader) -> N
     lipcert.finetune(model, loader, loss="noise", sigma=0.3, only="head", epochs=2, progress=seen.append)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {"net.head.weight", "net.head.bias"}
-    assert len(seen) == 1
+    assert [(one.fitted, one.number, one.epochs) for one in seen] == [(True, 2, 2)]
+    assert model.recipe[-1]["fitted"] == "head"
 
     # The features of the noisy images are on the whole better separated than by the head of random weights before.
     images, labels = digits
@@ -627,8 +628,12 @@ def test_a_head_alone_is_fitted_to_features_of_noisy_images(digits, loader) -> N
 def test_a_fit_of_the_head_announces_no_epochs(folder, monkeypatch) -> None:
     said, shown = [], _finetuning.progress
     monkeypatch.setattr(_finetuning, "progress", lambda what, total=None: said.append(what) or shown(what, total))
-    run("small.lipcert.safetensors", "--data", "images", "--recipe", "noise", "--only", "head", "--sigma", 0.3)
+    words = ("--data", "images", "--recipe", "noise", "--only", "head", "--sigma", 0.3, "--epochs", 3)
+    told = run("small.lipcert.safetensors", *words).stderr
     assert "epochs" not in "".join(said)
+    assert "recipe: noise (asked for); loss=noise\n" in told
+    assert "head fitted to each image and 3 noisy draws of it: loss" in told
+    assert "epoch 1" not in told
 
 
 def test_only_takes_modules_and_names_the_nearest() -> None:

@@ -19,6 +19,7 @@ class Epoch:
         bound: the certified Lipschitz constant of the features before the head (or √2 times that of the logits) after
             the last update; None for losses without the global bound.
         estimate: the estimate of this constant in the loss, which is no bound.
+        fitted: whether the head was fitted to this number of noisy draws of each image, in place of training.
     """
 
     number: int
@@ -29,3 +30,4 @@ class Epoch:
     seconds: float
     bound: float | None = None
     estimate: float | None = None
+    fitted: bool = False

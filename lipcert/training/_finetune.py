@@ -175,7 +175,9 @@ def finetune(
     if run.average is not None:
         model.load_state_dict(run.average.module.state_dict())
     model.recipe.append({"step": "finetune", **asked.described(), "seed": seed, **taught, **(origin or {})})
-    if run.finished < asked.epochs and fitted is None:
+    if fitted is not None:
+        model.recipe[-1]["fitted"] = "head"
+    elif run.finished < asked.epochs:
         model.recipe[-1]["stopped_after"] = run.finished
     return model
 

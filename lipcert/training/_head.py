@@ -73,7 +73,8 @@ def fit_head(
         if head.bias is not None and bias is not None:
             head.bias.copy_(bias)
     right = (logits.argmax(1) == wanted).double().mean().item()
-    return Epoch(1, 1, F.cross_entropy(logits, wanted).item(), right, 0.0, time.perf_counter() - started)
+    loss = F.cross_entropy(logits, wanted).item()
+    return Epoch(draws, draws, loss, right, 0.0, time.perf_counter() - started, fitted=True)
 
 
 def _fitted(head: nn.Linear, features: Tensor, labels: Tensor, decay: float) -> tuple[Tensor, Tensor | None]:
