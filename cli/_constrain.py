@@ -18,7 +18,7 @@ from ._advice import CHANGED, Status, advise
 from ._options import AsJson, Classes, Data, Force, Labels, Limit, ModelName, ModelOptions, options_of, out
 from ._output import output
 from ._parse import parse_duration
-from ._print import busy, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
+from ._print import busy, near, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,7 +135,7 @@ def _print_report(report: "ConstraintReport", source: str, path: Path, status: S
 
 
 def _norm(norm: float) -> str:
-    return upper(math.log10(norm) if norm > 0 else -math.inf)
+    return near(math.log10(norm) if norm > 0 else -math.inf)
 
 
 def _error(error: float | None) -> str:

@@ -13,7 +13,7 @@ from lipcert.settings import LOOSE, shown, unreached
 
 from ._advice import advise
 from ._options import AsJson, ModelName, ModelOptions, options_of
-from ._print import command, print_facts, print_json, print_table, progress, start, upper
+from ._print import command, near, print_facts, print_json, print_table, progress, start, upper
 
 if TYPE_CHECKING:
     from lipcert.bounds import Bound, LayerBound
@@ -57,14 +57,17 @@ def inspect(
     print_table(
         ("module", "operation", "gain", "share"),
         [
-            (_module(layer), layer.operation, upper(layer.log10_gain), _percent(layer.log10_gain, total))
+            (_module(layer), layer.operation, near(layer.log10_gain), _percent(layer.log10_gain, total))
             for layer in selected
         ],
     )
     hint = "" if len(selected) == len(worst) else "; --all shows all"
     kinds = _sums(bound, lambda layer: layer.operation)
     facts = [
-        ("operations", f"{len(selected)} of {len(worst)} on the path{hint}; the product of their gains is the bound"),
+        (
+            "operations",
+            f"{len(selected)} of {len(worst)} on the path{hint}; the product of the exact gains is the bound",
+        ),
         ("largest gains", ", ".join(f"{name} {_percent(gain, total)}" for name, gain in kinds[:NAMED])),
         ("parameters", f"{parameters:,}"),
         ("Lipschitz bound", f"{upper(bound.log10)}, {bound.rigor}"),

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from decimal import ROUND_CEILING, ROUND_HALF_EVEN
 from pathlib import Path
 from typing import Any
 
@@ -256,15 +257,25 @@ def start(*files: Path | None, data: str | None = None) -> None:
 
 
 def upper(log10: float) -> str:
-    """A bound for display, rounded up: three digits, or a power of ten from 10^4 on."""
+    """A bound for display, rounded up."""
+    # 1e-12 covers the rounding errors of the logarithm and of the power.
+    return _digits(log10, math.ceil, 1 + 1e-12, ROUND_CEILING)
+
+
+def near(log10: float) -> str:
+    """A number for display, which is no bound, rounded to the nearest."""
+    return _digits(log10, round, 1.0, ROUND_HALF_EVEN)
+
+
+def _digits(log10: float, whole: Callable[[float], int], slack: float, rounding: str) -> str:
+    """Three digits, or a power of ten from 10^4 on."""
     if log10 == -math.inf:
         return "0"
     if log10 == math.inf:
         return "infinite"
     if log10 >= 4:
-        return f"10^{math.ceil(log10 * 10) / 10:.1f}"
-    # 1e-12 covers the rounding errors of the logarithm and of the power.
-    return shown(10**log10 * (1 + 1e-12), up=True)
+        return f"10^{whole(log10 * 10) / 10:.1f}"
+    return shown(10**log10 * slack, rounding)
 
 
 def percent(part: float | None) -> str:

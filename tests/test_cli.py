@@ -529,6 +529,12 @@ def test_bounds_are_shown_rounded_up(log10):
     assert shown <= Fraction(10**log10) * Fraction(102, 100)
 
 
+@given(st.floats(-12, 3.99))
+def test_gains_are_shown_rounded_to_the_nearest(log10):
+    assert float(_print.near(log10)) == pytest.approx(10**log10, rel=5.01e-3)
+    assert _print.near(3 + 1e-12) == "1000"  # and not 1010, to which a bound would be rounded up
+
+
 @given(st.floats(4, 1e5))
 def test_large_bounds_are_shown_as_powers_rounded_up(log10):
     shown = _print.upper(log10)

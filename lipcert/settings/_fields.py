@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_FLOOR, Context, Decimal
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,11 +78,11 @@ def documented(kind: type[S]) -> type[S]:
     return kind
 
 
-def shown(value: float, up: bool = False) -> str:
-    """A number with three digits, rounded down, or up."""
+def shown(value: float, rounding: str = ROUND_FLOOR) -> str:
+    """A number with three digits, rounded down or in another way of ``decimal``."""
     if value == 0:
         return "0"
-    rounded = Context(prec=3, rounding=ROUND_CEILING if up else ROUND_FLOOR).create_decimal(Decimal(value))
+    rounded = Context(prec=3, rounding=rounding).create_decimal(Decimal(value))
     return f"{rounded:f}" if 1e-3 <= value < 1e4 else f"{rounded:.2e}"
 
 
