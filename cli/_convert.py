@@ -77,6 +77,7 @@ def convert(
         origin, total = {"data": data}, opened.total
 
     before = _bound(loaded, "bounding the network before")
+    largest = None if images is None else _largest(loaded, images)
     with busy("replacing modules"):
         convert_model(loaded, **chosen, images=images, origin=origin)
     after = _bound(loaded, "bounding the network after")
@@ -111,8 +112,8 @@ def convert(
             ("change of logits", f"{moved} on {report.images} {of}"),
             *(
                 []
-                if images is None
-                else [("same top class", f"{100 * report.agreement:.1f} % of the images; {_largest(loaded, images)}")]
+                if largest is None
+                else [("same top class", f"{100 * report.agreement:.1f} % of the images; {largest}")]
             ),
             ("Lipschitz bound", f"{_bound_text(before)} → {_bound_text(after)}"),
             ("written", str(path)),
@@ -127,7 +128,7 @@ def _largest(model: "Model", images: "Tensor") -> str:
 
     with torch.no_grad():
         predicted = model(images.to(model.device, model.dtype)).argmax(1)
-    return f"the most frequent class alone has {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
+    return f"the most frequent one before had {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
 
 
 def _bound(model: "Model", what: str) -> "Bound | None":

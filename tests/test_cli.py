@@ -34,7 +34,7 @@ from lipcert.cli import _inspect, _parse, _print
 from lipcert.cli._commands import _joined
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact, read_metadata, save
-from lipcert.inputs.data import order_of
+from lipcert.inputs.data import open_images, order_of
 from lipcert.inputs.files import lock
 from lipcert.inputs.loading import load
 from lipcert.results._parallel import _registering
@@ -396,7 +396,9 @@ def test_convert_advises_by_what_the_logits_did_and_not_to_train_on_the_images(f
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     save(model, "m.safetensors")
+    classes = model(next(open_images("images", model).batches(7)).images).argmax(1)
     out = run("convert", "m.safetensors", "--attention", "keep", "--norm", norm, "--data", "images").stdout
+    assert f"the most frequent one before had {100 * int(classes.bincount().max()) / 7:.1f} %" in out
     assert out.startswith("model\tm.safetensors")
     assert ("0.0 % (median)" in out) == (not changed)
     assert ("another function" in out) == changed
