@@ -395,6 +395,8 @@ def test_half_precision_is_the_classifier_that_is_smoothed() -> None:
     model = lipcert.load(None)
     found = Smoothing(model, EPS, sigma=0.25, samples=50, dtype="bfloat16").run(torch.rand(1, *model.input_size))
     assert found.dtype == "bfloat16"
+    of_weights = lipcert.certify(model, torch.rand(1, *model.input_size), eps=EPS, method="smoothing", sigma=0.25)
+    assert of_weights.dtype == of_weights.about["dtype"] == "real"  # as the summary and the reports say
     assert found.holds_for == "smoothed(0.25)"
     assert model.dtype == torch.float32
 

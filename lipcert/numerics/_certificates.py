@@ -38,7 +38,8 @@ class Certificates:
         attack_distance: ℓ2 distance of the nearest adversarial example that an attack found, inside or outside ε; inf
             if it found none; float64, shape (N,), or None without an attack. The true radius lies between ``radius``
             and this distance.
-        dtype: the arithmetic for which the certificates hold: ``real``, or the format of the deployed forward pass.
+        dtype: the arithmetic for which the certificates hold: ``real``, or the format of the deployed forward pass; of
+            a smoothed classifier the format that was asked for its network, ``real`` for that of the weights.
         rounding: whether what rounding in float64 can take of a certificate is ``proved``, or ``checked`` with noise;
             N words, or empty where that is not the question.
         limit: first-order limits of the radii, float64, shape (N,), of staged certification: linearised methods and

@@ -206,7 +206,7 @@ class Smoothing:
             rigor=(Rigor(self.plan.alpha, self.plan.alpha),) * len(votes),
             labels=None if labels is None else labels.cpu(),
             eps=self.plan.eps,
-            dtype=self.dtype,
+            dtype=self.settings.dtype,
             sigma=self.plan.sigma,
             alpha=self.plan.alpha,
             seed=self.seed,
