@@ -36,7 +36,10 @@ def verify(
         typer.Option(help="Write what is confirmed to this entry of the leaderboard, a JSON file; see CONTRIBUTING."),
     ] = None,
 ) -> None:
-    """Recompute rows from the model and the images; exit code 1 if one is not confirmed."""
+    """Recompute rows from the model and the images; exit code 1 if one is not confirmed, or images have no row.
+
+    What a run says of its name, its command, its time and its machine is not checked.
+    """
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     if Path(model).suffix == ".jsonl" or results.suffix == ".safetensors":

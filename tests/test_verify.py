@@ -221,7 +221,10 @@ FORGERIES = {
     "median": (put(lambda radius: 2 * radius, "counts", "median_radius"), "for median radius, the rows"),
     "one more certified": (put(lambda count: count + 1, "counts", "certified"), "for certified, the rows"),
     "methods": (put({"exact": 6}, "counts", "methods"), "for methods, the rows"),
-    "fewer rows": (fewer_rows, "the run is about 6 images: 2 have no row"),
+    "fewer rows": (
+        fewer_rows,
+        "the run is about 6 images: 2 have no row; a run is confirmed once it is complete",
+    ),
     "fewer rows and a lower limit": (
         fewer_rows_and_a_lower_limit,
         "the run is about 4 images: 1 have no row, and 1 rows are about others",

@@ -32,8 +32,9 @@ _ATTACK_TOLERANCE = 1e-3
 # The fraction of noise draws whose class may change by rounding on another machine. Such draws refute nothing, and they
 # confirm nothing either: what a machine confirms follows from its own count.
 _ROUNDED_DRAWS = 1e-3
-# The recomputed entries of a summary. Times, the command, versions and the machine are not checked.
+# The recomputed entries of a summary. Its name, times, the command, versions and the machine are not checked.
 _DESCRIBED = ("model", "preprocessing", "data", "bound")
+_ONCE_COMPLETE = "a run is confirmed once it is complete"
 
 
 @dataclass(frozen=True)
@@ -212,9 +213,9 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
     if indices != expected:
         missing, others = len(expected - indices), len(indices - expected)
         rest = f", and {others} rows are about others" if others else ""
-        yield f"the run is about {len(expected)} images: {missing} have no row{rest}"
+        yield f"the run is about {len(expected)} images: {missing} have no row{rest}; {_ONCE_COMPLETE}"
     elif not run.summary.get("complete"):
-        yield "the summary says that the run did not finish; start the same command again"
+        yield f"the summary says that the run did not finish; {_ONCE_COMPLETE}"
 
 
 def _first_difference(claimed: Any, recomputed: Any) -> str:
