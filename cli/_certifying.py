@@ -15,7 +15,7 @@ import torch
 import typer
 
 from lipcert.certifier import Certifier, Method, duration, triage
-from lipcert.denoisers import check_noise
+from lipcert.denoisers import Denoised, check_noise
 from lipcert.errors import InputError, Interrupted, LipcertError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.checkpoints import checkpoints
@@ -377,7 +377,8 @@ def _show_network(model: Model, settings: CertifySettings) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     size = "×".join(str(side) for side in model.input_size[1:])
     targets = ", ".join(text for _, text in settings.every_eps)
-    say(f"network: {parameters / 1e6:.1f} M parameters, {size} pixels; certifying at ε = {targets}")
+    denoised = " with the denoiser" if isinstance(model, Denoised) else ""
+    say(f"network: {parameters / 1e6:.1f} M parameters{denoised}, {size} pixels; certifying at ε = {targets}")
 
 
 def _triage(model: Model, settings: CertifySettings, images: Images) -> None:

@@ -19,12 +19,14 @@ from scipy.fft import dctn, idctn
 from torch import Tensor, nn
 
 import lipcert
+from lipcert.cli._certifying import _show_network
 from lipcert.denoisers import NAMES, Denoised, Natural, denoiser_named
 from lipcert.denoisers._dct import _THRESHOLD
 from lipcert.denoisers._natural import WEIGHTS
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.data import open_images
+from lipcert.settings import CertifySettings
 from lipcert.smoothing import Smoothing, choose_sigma, from_lattice, noise
 from lipcert.smoothing._binomial import share_above
 
@@ -150,6 +152,13 @@ def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
     assert "returns the class that the network, behind the denoiser dct, predicts most often" in card
     assert "denoiser | dct, in front of the network" in card
     assert "the class that the network, behind its denoiser where one is named, predicts most often" in card
+
+
+def test_the_weights_of_a_denoiser_are_said_to_be_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = small()
+    for one, words in ((model, "M parameters, "), (Denoised(model, "natural"), "M parameters with the denoiser, ")):
+        _show_network(one, CertifySettings(EPS))
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "size"), [("natural", (1, 16, 16)), ("natural", (3, 4, 16)), ("dct", (1, 16, 7))])

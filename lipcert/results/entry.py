@@ -40,7 +40,7 @@ def write_entry(path: Path, entry: Mapping[str, Any], run: Run, recomputed: int,
         entry: from :func:`read_entry`.
         run: the run, verified.
         recomputed: how many of its rows were recomputed and confirmed.
-        parameters: those of the network.
+        parameters: those of the network and of its denoiser.
     """
     total, known = len(run), entry.get("certificate") or {}
     words = [f"{name}: {word}" for name, word in run.words.items() if word]
