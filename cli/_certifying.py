@@ -404,7 +404,7 @@ def _show_methods(certifier: Certifier) -> None:
         for name, method in certifier.methods.items()
     ]
     costs = [cost.replace("up to <", "<") for cost in costs]
-    say(f"estimated per image: {'; '.join(costs)}; images at once: at most {certifier.together}")
+    say(f"estimated per image, alone in its batch: {'; '.join(costs)}; images at once: at most {certifier.together}")
     reasons: dict[str, list[str]] = {}
     for name, reason in certifier.skipped.items():
         reasons.setdefault(reason, []).append(name)
