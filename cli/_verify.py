@@ -50,7 +50,7 @@ def verify(
         raise InputError(f"--entry takes a JSON file such as leaderboard/cifar-10/my-network.json, got {entry}")
     from lipcert.inputs.data import open_images
     from lipcert.numerics import as_assumed
-    from lipcert.results import read_run
+    from lipcert.results import GIVEN_IN_PYTHON, read_run
     from lipcert.results.entry import read_entry, write_entry
     from lipcert.results.verify import attack_of, check_model
     from lipcert.results.verify import verify as verify_rows
@@ -59,6 +59,8 @@ def verify(
 
     run = read_run(results)
     earlier = run.summary["data"]
+    if earlier.get("spec") == GIVEN_IN_PYTHON:
+        raise InputError(f"{results} is about images that were given in Python, not in files, which cannot be verified")
     spec = data or str(earlier.get("spec"))
     if spec != "bundled" and not is_named_data(spec):
         try:

@@ -643,6 +643,13 @@ def test_a_part_that_logits_share_hides_no_difference(part, size, added, message
         lipcert.certify(model, torch.rand(3, 3, 8, 8), eps=0.01, method="gloro")
 
 
+def test_what_libraries_replace_beside_the_functions_of_networks_is_no_obstacle(monkeypatch):
+    """Lightning replaces torch.compile, and ultralytics torch.load and torch.save."""
+    for name in ("compile", "load", "save"):
+        monkeypatch.setattr(torch, name, lambda *args, **kwargs: None)
+    assert lipcert.lipschitz(lipcert.load()).log10 > 0
+
+
 @pytest.mark.parametrize("scale", [1e-58, 1e-20, 300.0])
 def test_saturated_networks_are_not_refused_for_their_rounding_errors(scale):
     """Their derivatives underflow, or consist of rounding errors."""

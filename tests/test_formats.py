@@ -216,6 +216,8 @@ def test_folders(tmp_path):
     says("zip -0 -r", **{"data.pkl": "", "version": "3"})
     says("TensorFlow", **{"saved_model.pb": ""})
     says("local-dir:", **{"config.json": '{"architecture": "resnet18"}', "model.safetensors": ""})
+    wrapped = '{"architecture": "resnet18", "model_type": "timm_wrapper"}'
+    says("give resnet18, and", **{"config.json": wrapped, "model.safetensors": ""})
     says("model.safetensors", **{"config.json": '{"model_type": "vit"}', "model.safetensors": ""})
     says("it holds a.png", **{"a.png": ""})
     says("holds nothing")

@@ -101,6 +101,21 @@ def test_models_in_every_form(model, images, expected) -> None:
     assert torch.equal(lipcert.certify(torch.compile(model, backend="eager"), images, **GLORO).radius, expected.radius)
 
 
+def test_images_and_labels_in_lists_and_results_by_number(model, images) -> None:
+    labels = [0, 1, 2, 3, 4][: len(images)]
+    listed = lipcert.certify(model, list(images), labels, **GLORO)
+    assert torch.equal(listed.correct, lipcert.certify(model, images, labels, **GLORO).correct)
+    assert listed[np.int64(0)] == listed[torch.tensor(0)] == [*listed][0]
+    for wrong in (slice(2), listed.correct, "0"):
+        with pytest.raises(InputError, match="indexed by the number of one image"):
+            listed[wrong]
+    assert len(lipcert.report([listed, listed]).runs) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        under = lipcert.certify(model, images, eps=0.05, method="smoothing", **SMOOTHED["smoothing"])
+    outside = lipcert.certify(model, images, eps=0.05, method="smoothing", **SMOOTHED["smoothing"])
+    assert under.about["example_logits"] == outside.about["example_logits"]
+
+
 class _Around(nn.Module):
     """Code of its own around a network, under the names that torch and lipcert use for wrappers."""
 

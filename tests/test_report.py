@@ -5,8 +5,10 @@ import html
 import importlib.util
 import json
 import math
+import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -255,6 +257,15 @@ def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
     assert "the last row is half-written" in result.stderr
     assert "did not finish; these are its first 6 images" in result.stderr
     assert "images\t6; the run did not finish" in result.stdout
+
+
+@pytest.mark.skipif(not _figures.available(), reason="matplotlib is not installed")
+def test_figures_need_no_backend_of_a_notebook(results, tmp_path):
+    """Which Jupyter names in the environment of a command that runs in another one."""
+    environ = {**os.environ, "MPLBACKEND": "module://backend_of_another_environment"}
+    command = [sys.executable, "-m", "lipcert", "report", str(results()), "--html", "page.html"]
+    subprocess.run(command, env=environ, check=True, capture_output=True)
+    assert "<svg" in Path("page.html").read_text()
 
 
 def test_a_last_row_whose_line_break_an_editor_took_is_a_row(results):
@@ -626,7 +637,7 @@ def test_the_card_names_licence_base_and_file(results, tmp_path):
     lipcert.save(model, "mine.safetensors")
     about = {"source": model.source, "recipe": model.recipe, "weights_hash": weights_hash(model)}
     path = results(command=command, model=about)
-    out = run(path, "--card", "README.md", "--license", "mit", "--base-model", "timm/vit").stderr
+    out = run(path, "--card", "README.md", "--license", "MIT", "--base-model", "timm/vit").stderr
     card = ModelCard(Path("README.md").read_text())
     assert (card.data.license, card.data.base_model) == ("mit", "timm/vit")
     assert "lipcert.load('mine.safetensors')" in str(card)

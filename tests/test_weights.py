@@ -196,6 +196,7 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
         load(NAME, checkpoint=tmp_path / "w.pth", num_classes=0, features=True)
     says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
     says({"optimizer": {"state": {}}, "epoch": 3}, "no state dict, but the keys optimizer, epoch")
+    says({"epoch": 3, "model": net, "best": np.float64(0.5)}, "under 'model' a module", "['model'].state_dict()")
     says([state], "no state dict, but a list; if they are one of its entries", "[NUMBER]")
     says(timm.create_model("test_vit", num_classes=3).state_dict(), "of another network or library")
     says({**state, "conv1.weight._data": torch.ones(1), "conv1.weight._scale": torch.ones(1)}, "quantised weights")

@@ -26,6 +26,7 @@ from lipcert.errors import InputError
 # With a separator at the end: torchao is another package than torch.
 _TORCH, _OURS = (os.path.join(os.path.dirname(str(one.__file__)), "") for one in (torch, sys.modules["lipcert"]))
 _NAMESPACES: tuple[ModuleType | type, ...] = (torch, Tensor, F, torch.linalg, torch.special)
+_BESIDE = {"compile", "load", "manual_seed", "save", "seed"}  # which libraries replace, and no network calls
 _PLAIN = (Tensor, nn.Parameter)
 # Keys under which a CPU looks for a kernel, before and after those of its own.
 _KEYS = {"CPU", "Autograd", "AutogradCPU", "ADInplaceOrView", "BackendSelect"}
@@ -74,7 +75,7 @@ def check_torch() -> None:
     for space in _NAMESPACES:
         for name, value in vars(space).items():
             own = name.startswith("_") and not name.startswith("__")  # such as what torch imports for itself
-            if own or _is_known(value):
+            if own or _is_known(value) or (space is torch and name in _BESIDE):
                 continue
             function = _function(value)
             source = "" if function is None else function.__code__.co_filename

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from lipcert.errors import InputError
 from lipcert.graph._operations import OF_CLASSES, OF_LABELS, PASSING, canonical
 from lipcert.graph._witness import examples
+from lipcert.numerics import without_autocast
 
 if TYPE_CHECKING:
     from lipcert.model import Model
@@ -84,7 +85,7 @@ def identity_of_code(model: Model) -> tuple[str, list[list[float]]]:
     start = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0))
     digest, logits = hashlib.sha256(), []
     for image in examples(start.to(model.device, model.dtype)):
-        with _tracing(model, image) as trace:
+        with without_autocast(model.device), _tracing(model, image) as trace:
             result = model(image)
         digest.update(trace.digest.digest())
         logits.append(result.flatten().tolist())

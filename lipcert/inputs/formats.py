@@ -229,7 +229,12 @@ def of_folder(path: Path, suffixes: Collection[str]) -> LoadError:
         if any(path.glob(pattern)):
             return refusal(path, text)
     names = sorted(entry.name for entry in path.iterdir())
-    if "config.json" in names and b'"architecture"' in (path / "config.json").read_bytes():
+    config = (path / "config.json").read_text(errors="replace") if "config.json" in names else ""
+    if named := re.search(r'"architecture": *"([\w.]+)"', config):
+        if "timm_wrapper" in config:  # of transformers, which timm does not read
+            return refusal(
+                path, f"is a folder of transformers; give {named[1]}, and --checkpoint {{path}}/model.safetensors"
+            )
         return refusal(path, "is a folder of timm's; give it as the model, without a name: local-dir:{path}")
     found = [name for name in names if Path(name).suffix in suffixes]
     if found:

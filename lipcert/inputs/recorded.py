@@ -81,7 +81,7 @@ def of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any],
     if isinstance(named.get("model_kwargs"), Mapping):
         arguments |= {key: value for key, value in named["model_kwargs"].items() if _is_simple(value)}
     pixels: dict[str, Any] = {}
-    if size := _numbers(options.get("input_size") or options.get("img_size")):
+    if size := numbers_of(options.get("input_size") or options.get("img_size")):
         pixels["size"] = [int(n) for n in (size * 2)[-2:]]
     if isinstance(options.get("crop_pct"), (int, float)) and not isinstance(options["crop_pct"], bool):
         pixels["crop_pct"] = float(options["crop_pct"])
@@ -112,7 +112,7 @@ def _recorded(value: Any, name: str = "", depth: int = NESTED) -> Iterator[tuple
         held = depth and (not name or _HOLDS.fullmatch(name.rpartition(".")[2]))
         for key in () if not held else (key for key in value if key not in WRAPPERS):
             yield from _recorded(value[key], f"{name}.{key}".lstrip("."), depth - 1)
-    elif re.search(r"(mean|std|sd)s?$|stdev$", name) and (numbers := _numbers(value)):
+    elif re.search(r"(mean|std|sd)s?$|stdev$", name) and (numbers := numbers_of(value)):
         yield name, numbers
 
 
@@ -123,7 +123,7 @@ def pair_of(names: Collection[str]) -> tuple[str, str] | None:
     return next((pair for pair in pairs if pair[1] in names), None)
 
 
-def _numbers(value: Any) -> list[float]:
+def numbers_of(value: Any) -> list[float]:
     """The finite numbers of a number, a text, a tensor, an array or a sequence; [] of anything else."""
     try:
         if isinstance(value, Omitted):  # of NumPy: the bytes of its numbers, and their type
@@ -131,7 +131,7 @@ def _numbers(value: Any) -> list[float]:
             data = [part for part in value.seen if isinstance(part, bytes)][-1]
             value = np.frombuffer(data, np.dtype(kind.seen[0]).newbyteorder(kind.seen[4])).tolist()
         elif isinstance(value, (list, tuple)):
-            value = [*map(_numbers, value)]
+            value = [*map(numbers_of, value)]
         elif isinstance(value, str):
             value = [*map(float, re.findall(r"[^\s,()\[\]]+", value))]
         flat = torch.as_tensor(value, dtype=torch.float64).flatten().tolist()

@@ -23,7 +23,7 @@ from torch import Tensor
 from lipcert.errors import LoadError, first_line, shortened
 from lipcert.inputs import formats
 from lipcert.inputs.files import WEIGHTS, listing, no_file
-from lipcert.inputs.recorded import NESTED, WRAPPERS, Omitted, is_architecture, normalisation, of_training
+from lipcert.inputs.recorded import NESTED, WRAPPERS, Omitted, is_architecture, normalisation, numbers_of, of_training
 
 # Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
 _WRAPPED = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
@@ -233,8 +233,14 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         raise LoadError(f"{path}: {shortened(odd)} is no dense tensor of real numbers; store it as one")
     if isinstance(content, Omitted):
         raise formats.refusal(path, "holds a module, or another Python object, which is never run" + formats.STATE)
-    if any(isinstance(value, Omitted) for value in weights.values()) and not _count(weights):
-        raise formats.refusal(path, "holds arrays of NumPy, or other objects, and no tensors" + formats.ARRAYS)
+    omitted = [key for key, value in weights.items() if isinstance(value, Omitted)] if not _count(weights) else []
+    objects = [key for key in omitted if not numbers_of(weights[key])]
+    if objects:
+        key = next((key for key in objects if key in WRAPPERS), objects[0])
+        text = f"holds no tensors, but under {key!r} a module, or another Python object, which is never run"
+        raise formats.refusal(path, text + formats.STATE.replace("False)", f"False)[{key!r}]"))
+    if omitted:
+        raise formats.refusal(path, "holds arrays of NumPy, and no tensors" + formats.ARRAYS)
     part = formats.OF_KEY if isinstance(content, Mapping) else formats.OF_ENTRY
     raise formats.refusal(path, f"holds no state dict, but {_seen(content)}" + part)
 

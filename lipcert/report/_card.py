@@ -57,7 +57,7 @@ def model_card(
     data = ModelCardData(
         library_name="lipcert",
         pipeline_tag="image-classification",
-        license=license or ("apache-2.0" if artifact in shipped() else None),
+        license="-".join((license or "").lower().split()) or ("apache-2.0" if artifact in shipped() else None),
         base_model=base_model or (hub_id if hub == "hf-hub" else None),
         datasets=_hub_data(runs[0]) or None,
         tags=["timm", "image-classification", "adversarial-robustness", "certified-robustness", "lipschitz"],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import io
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
@@ -40,11 +42,20 @@ def available() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
+def _exists(module: str) -> bool:
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(module) is not None
+    return False
+
+
 def _svg(draw: Callable[P, Any]) -> Callable[P, str]:
     """Draws in the style of the reports and returns the figure as an ``<svg>`` element."""
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> str:
+        backend = os.environ.get("MPLBACKEND", "")
+        if backend.startswith("module://") and not _exists(backend[len("module://") :]):
+            del os.environ["MPLBACKEND"]  # of a notebook in another environment; matplotlib would not be imported
         from matplotlib import style
 
         with style.context(["default", _STYLE]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,11 @@ class Shown:
         return f'<iframe title="report" style="{style}" srcdoc="{escape(to_html(report(self.runs)))}"></iframe>'
 
 
-def show(*results: Result | str | os.PathLike[str], **files: Any) -> Shown:
+def show(*results: Result | str | os.PathLike[str] | Sequence[Any], **files: Any) -> Shown:
     """Reports on results of :func:`lipcert.certify`, result files, and folders of them.
 
     Args:
-        *results: one or several.
+        *results: one or several, or lists of them.
         **files: files to write, as for :func:`lipcert.report.write`: ``html``, ``markdown``, ``card``, ...
 
     Returns:
@@ -52,7 +52,8 @@ def show(*results: Result | str | os.PathLike[str], **files: Any) -> Shown:
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = []
-        for number, result in enumerate(results, 1):
+        listed: Iterator[Any] = (each for one in results for each in (one if isinstance(one, (list, tuple)) else [one]))
+        for number, result in enumerate(listed, 1):
             if isinstance(result, Result):
                 paths.append(result.save(Path(folder) / f"result-{number}.jsonl"))
             else:

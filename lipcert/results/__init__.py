@@ -5,7 +5,7 @@ computes statistics over them. It also certifies whole data sets (:mod:`lipcert.
 (:mod:`lipcert.results.description`) and recomputes rows (:mod:`lipcert.results.verify`).
 """
 
-from lipcert.results._certify import Result, SmoothedResult, certifier_for, certify
+from lipcert.results._certify import GIVEN_IN_PYTHON, Result, SmoothedResult, certifier_for, certify
 from lipcert.results._files import ResultFile, free_file, shard_path, shards_of, summary
 from lipcert.results._metric import CertifiedAccuracy
 from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_choice_of, summary_path

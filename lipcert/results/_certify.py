@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lipcert.settings import CertifyOptions
 
 _SHOWN = 20
+GIVEN_IN_PYTHON = "images given in Python"  # in a summary, in place of a folder
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,7 +57,10 @@ class Result(Certificates):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         """The row of image i, with ``radius``, ``certified``, ``predicted`` and the other entries of a result row."""
-        return dict(self._rows[i])
+        try:
+            return dict(self._rows[index(i)])
+        except TypeError as error:
+            raise InputError(f"a result is indexed by the number of one image, and not by {i!r:.50}") from error
 
     def __repr__(self) -> str:
         certified = int(self.certified.sum())
@@ -109,7 +114,7 @@ class _TensorImages(Images):
     stored = True
 
     def __init__(self, hashes: Sequence[str], labelled: bool):
-        super().__init__("images given in Python", total=len(hashes), limit=None)
+        super().__init__(GIVEN_IN_PYTHON, total=len(hashes), limit=None)
         self.hashes, self.labelled = hashes, labelled
 
     @property
@@ -220,6 +225,10 @@ def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | Non
         pair_of(images)  # says what to give
     if isinstance(images, (Tensor, np.ndarray)):
         yield pair_of((images, labels))
+        return
+    if labels is not None and isinstance(images, Sized) and getattr(next(iter(images), None), "ndim", 0) == 3:
+        each = torch.cat([pixels for pixels, _ in _batches(images, None)])  # images one by one, as columns have them
+        yield pair_of((each, labels if isinstance(labels, (Tensor, np.ndarray)) else [*labels]))
         return
     if labels is not None:
         raise InputError("labels come with the batches of a loader, as pairs (images, labels); leave labels out")
