@@ -448,6 +448,14 @@ def test_the_first_image_to_be_certified_is_looked_at_too():
         certifier.run(torch.full((1, *SIZE), 0.25))
 
 
+def test_weights_that_change_without_a_trace_make_another_network():
+    """As averages of weights and optimisers write them."""
+    model = loaded(Code(lambda z, x: z.relu()))
+    before = lipcert.lipschitz(model).value
+    model.net.head.weight.data.mul_(3.0)
+    assert lipcert.lipschitz(model).value == pytest.approx(3 * before)
+
+
 def test_a_graph_is_held_against_every_image_it_is_confirmed_on():
     net = Code(lambda z, x: z.relu()).double()
     graph = capture(net, torch.rand(1, *SIZE).double())

@@ -194,10 +194,17 @@ def examine(module: nn.Module, image: Tensor, real: bool = False) -> Examined:
     """Runs and checks a module on several images, in the type of ``image``; cached while the module is unchanged."""
     made_of = _state(module), image.shape, image.dtype, image.device, real
     cached, examined = _EXAMINED.get(module, (None, None))
-    if examined is None or cached != made_of:
+    if examined is None or cached != made_of or not _stands(module, examined, real):
         examined = _examined(module, image, real)
         _EXAMINED[module] = made_of, examined
     return examined
+
+
+@torch.no_grad()
+def _stands(module: nn.Module, examined: Examined, real: bool) -> bool:
+    """Whether a module still gives the first result: writes to ``.data`` leave no trace."""
+    with RealArithmetic() if real else nullcontext(), without_fused_kernels():
+        return same_logits(_run(module, examined.images[0]), examined.results[0], tolerance(examined.results[0]))
 
 
 @torch.no_grad()
