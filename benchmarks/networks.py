@@ -4,7 +4,7 @@
 
 Three pretrained networks are smoothed behind the denoiser ``natural``, with σ chosen for each ε on other images; the
 Lipschitz bound of a LiResNet certifies it, by contrast. Clean accuracy is without noise. That of ``predict`` is of
-``SmoothedClassifier.predict`` with 100 draws and the σ of 36/255; abstentions are wrong. ``--real`` is a folder with
+``SmoothedClassifier.predict`` with 100 draws and the first σ; abstentions are wrong. ``--real`` is a folder with
 lite0.safetensors, vit.safetensors, cnn.safetensors of a MobileNetV2, imagenet.tar, and images/val; ``--cifar`` one with
 test.tar. Runs continue from the rows in ``--work``. Each network's result is kept in benchmarks/results/networks.json
 with the environment it ran in.
@@ -16,7 +16,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,10 @@ NETWORKS = {
 }
 
 
-def measured(key: str, folder: Path, work: Path, limit: int) -> dict[str, Any]:
+def measured(key: str, targets: Sequence[str], folder: Path, work: Path, limit: int) -> dict[str, Any]:
     """The accuracies of a network, and what the command certifies at each ε."""
     network, runs = NETWORKS[key], {}
-    for eps in EPS:
+    for eps in targets:
         out = work / f"{key}-{eps.replace('/', '-')}.jsonl"
         command = [network.name, "--data", str(folder / network.data), "--eps", eps, "--limit", str(limit)]
         if network.checkpoint:
@@ -88,7 +88,7 @@ def measured(key: str, folder: Path, work: Path, limit: int) -> dict[str, Any]:
     model: Any = lipcert.load(network.name, checkpoint=checkpoint, **network.arguments)
     functions: dict[str, Any] = {"clean": lambda images: model(images).argmax(1)}
     if network.checkpoint:
-        functions["predict"] = SmoothedClassifier(model, runs[EPS[0]]["sigma"], "natural", seed=0).predict
+        functions["predict"] = SmoothedClassifier(model, runs[targets[0]]["sigma"], "natural", seed=0).predict
     right = dict.fromkeys(functions, 0)
     data = open_images(folder / network.data, model, limit=limit)
     for batch in data.batches(10):
@@ -103,15 +103,17 @@ def main() -> None:
     parser.add_argument("--cifar", type=Path, required=True, help="folder with test.tar")
     parser.add_argument("--work", type=Path, required=True, help="folder for rows, from which runs continue")
     parser.add_argument("--only", nargs="*", choices=NETWORKS, default=NETWORKS)
+    parser.add_argument("--eps", nargs="*", default=EPS)
     parser.add_argument("--limit", type=int, default=200, help="images of each network")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for key in args.only:
         with torch.no_grad():
             folder = args.real if NETWORKS[key].checkpoint else args.cifar
-            result = measured(key, folder.resolve(), args.work, args.limit)
+            result = measured(key, args.eps, folder.resolve(), args.work, args.limit)
         print(key, json.dumps(result, indent=2), flush=True)
         kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}  # runs beside this one write others
+        result["eps"] = {**kept.get(key, result)["eps"], **result["eps"]}
         RESULT.write_text(json.dumps(kept | {key: result}, indent=2) + "\n")
 
 
