@@ -135,7 +135,7 @@ def test_the_first_command_of_a_process_says_how_images_are_resized(tmp_path) ->
         "gloro",
     ]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
-    assert "images: 32×40 → resize the shorter side to 8, crop" in shown, shown
+    assert "images: 32×40 → resize to 8 on the shorter side, crop" in shown, shown
     assert "centre crop discards" in shown
 
 

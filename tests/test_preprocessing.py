@@ -32,7 +32,7 @@ def images():
 def test_words():
     assert in_words(KNOWN) == "resize to cover 248×213, crop 224×192, bicubic; mean 0.5, 0.4, 0.5; std 0.25"
     square = {**KNOWN, "input_size": [3, 224, 224]}
-    assert in_words(square).startswith("resize the shorter side to 248, crop 224×224, bicubic; ")
+    assert in_words(square).startswith("resize to 248 on the shorter side, crop 224×224, bicubic; ")
     assert in_words({**square, "crop_mode": "border"}).startswith("resize into 248×248, crop or pad to 224×224, ")
     assert in_words({**square, "crop_mode": "squash"}).startswith("resize to 248×248, crop 224×224, bicubic; ")
     assert in_words({**KNOWN, "crop_pct": 1.0, "crop_mode": "squash"}).startswith("resize to 224×192, bicubic; ")
@@ -67,7 +67,7 @@ def test_what_is_told_is_what_timm_does(images, mode, crop):
     told = in_words(preprocessing(model, files=True))
     resize = next(step for name, step in steps.items() if name.startswith("Resize"))
     if isinstance(resize.size, int):
-        assert told.startswith(f"resize the shorter side to {resize.size}, crop 8×8")
+        assert told.startswith(f"resize to {resize.size} on the shorter side, crop 8×8")
         assert min(resize(Image.new("RGB", (16, 12))).size) == resize.size
     else:
         words = {"squash": "to", "border": "into"}[mode]
@@ -79,7 +79,7 @@ def test_the_summary_the_report_and_the_card_say_it(images):
     changes = ["--crop-pct", "0.5", "--mean", "0.25", "--std", "0.5,0.5,0.5"]
     command = ["certify", "bundled", "--eps", "1e-6", "--method", "gloro", "--data", "images", "--out", "r.jsonl"]
     told = run(*command, *changes).stderr
-    words = "resize the shorter side to 16, crop 8×8, bicubic; mean 0.25; std 0.5"
+    words = "resize to 16 on the shorter side, crop 8×8, bicubic; mean 0.25; std 0.5"
     assert f"images: 12×16 → {words}\n" in told
     assert "note: the images are enlarged: ε and radii are measured on the resized images" in told
     assert "note: centre crop discards" in told
@@ -98,7 +98,7 @@ def test_the_summary_the_report_and_the_card_say_it(images):
 def test_images_of_several_sizes_are_told_by_their_sides(images):
     Image.new("RGB", (10, 20)).save("images/4.png")
     told = run("certify", "bundled", "--eps", "1e-6", "--method", "gloro", "--data", "images", "--no-out").stderr
-    assert "images: 12 to 20 × 10 to 16 → resize the shorter side to 8, crop 8×8" in told
+    assert "images: 12 to 20 × 10 to 16 → resize to 8 on the shorter side, crop 8×8" in told
 
 
 def test_an_input_size_that_the_network_takes(images):

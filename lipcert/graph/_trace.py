@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lipcert.errors import InputError
-from lipcert.graph._operations import OF_CLASSES, OF_LABELS, PASSING, canonical
+from lipcert.graph._operations import OF_CLASSES, OF_LABELS, PASSING, PRODUCTS, canonical
 from lipcert.graph._witness import examples
 from lipcert.numerics import without_autocast
 
@@ -30,11 +30,12 @@ class Trace(TorchFunctionMode):
 
     Attributes:
         digest: SHA-256 of the operations so far.
+        squashed: the operation with a bounded range that was called since the last product with weights; "" for none.
     """
 
     def __init__(self, identified: Iterator[Tensor]):
         super().__init__()
-        self.digest = hashlib.sha256()
+        self.digest, self.squashed = hashlib.sha256(), ""
         self._makers: dict[int, tuple[Any, str]] = {id(tensor): (tensor, "") for tensor in identified}
 
     def __torch_function__(
@@ -45,6 +46,10 @@ class Trace(TorchFunctionMode):
         self.digest.update(f"{name}({self._described((args, kwargs))})\n".encode())
         result = function(*args, **kwargs)
         op = canonical(function)
+        if op in PRODUCTS:
+            self.squashed = ""
+        elif op in (*OF_LABELS, *OF_CLASSES, "tanh"):
+            self.squashed = str(op)
         maker = self.maker(args[0]) if op in PASSING and args else op if isinstance(op, str) else name
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(part, Tensor):
@@ -97,16 +102,20 @@ def outputs_of(model: Model) -> int:
     """The number of outputs of a model's network."""
     image = torch.full((1, *model.input_size), 0.5, dtype=model.dtype, device=model.device)
     results: list[Any] = []
-    with model.net.register_forward_hook(lambda _, __, result: results.append(result)), _tracing(model, image) as trace:
+
+    def note(_module: Any, _images: Any, result: Any) -> None:
+        results[:] = result, trace.squashed  # before the model's own operations
+
+    with model.net.register_forward_hook(note), _tracing(model, image) as trace:
         model(image)
-    result = results[-1] if results else None
+    result, squashed = results or (None, "")
     count = result.shape[1] if isinstance(result, Tensor) and result.dim() == 2 else 0
     last = trace.maker(result)
     ends = f"it ends in {last}" if last in OF_LABELS else ""
-    if count == 1 and not (ends or last in OF_CLASSES):
+    if count == 1 and not ends and squashed:
         with torch.no_grad():
             outputs = torch.cat([model(each)[:, 1] for each in examples(image)])
-        ends = "" if outputs.min() < 0 or outputs.max() > 1 else "from 0 to 1 for all example images"
+        ends = "" if outputs.min() < 0 or outputs.max() > 1 else f"from 0 to 1, computed by {squashed}"
     if count == 1 and (ends or last in OF_CLASSES):
         raise InputError(
             f"the network's one output is a probability ({ends or f'it ends in {last}'}), which is positive whatever "

@@ -111,7 +111,7 @@ def preprocessing(model: Model, files: bool) -> dict[str, Any]:
 
 
 def in_words(config: Mapping[str, Any]) -> str:
-    """One line: ``resize the shorter side to 256, crop 224×224, bicubic; mean 0.5; std 0.229, 0.224, 0.225``."""
+    """One line: ``resize to 256 on the shorter side, crop 224×224, bicubic; mean 0.5; std 0.229, 0.224, 0.225``."""
     try:
         resized, size, mode = _sizes(config)
         numbers = "; ".join(f"{name} {_channels(config[name])}" for name in ("mean", "std"))
@@ -122,7 +122,7 @@ def in_words(config: Mapping[str, Any]) -> str:
         elif mode == "border":
             steps = f"into {_times(resized)}, crop or pad to {_times(size)}"
         else:
-            to = f"the shorter side to {resized[0]}" if resized[0] == resized[1] else f"to cover {_times(resized)}"
+            to = f"to {resized[0]} on the shorter side" if resized[0] == resized[1] else f"to cover {_times(resized)}"
             steps = f"{to}, crop {_times(size)}"
         return f"resize {steps}, {config['interpolation']}; {numbers}"
     except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
