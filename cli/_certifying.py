@@ -116,7 +116,6 @@ class _Outcome:
     run: Run
     path: Path | None
     status: Status
-    stuck: bool  # whether the time was too short for any image
 
 
 def _certify_all(plan: Plan, processes: Processes) -> tuple[list[_Outcome], list[dict[str, str]]]:
@@ -335,7 +334,7 @@ def _certify_with(
         if not settings.noise:
             following = f"the next {tally.left}, certified together, may take about {duration(pace * tally.left)}"
         more = "a larger --time-budget" + (", or fewer --samples," if settings.noise else "")
-        again = "the same command continues, and " if file is not None and done else ""
+        again = "the same command continues, and " if file is not None else ""
         begun = f"time: stopped after {len(tally)} of {len(images)} images, as {following}"
         say(f"{begun}; {again}{more} reaches more")
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
@@ -353,7 +352,7 @@ def _certify_with(
         finished=bool(run.certified or settings.noise or settings.at is not None),
         rows=plan.out if plan.out is not None and plan.out.is_dir() else path,
     )
-    return _Outcome(label, run, path, status, stuck=bool(tally.left) and not done)
+    return _Outcome(label, run, path, status)
 
 
 def _keeps(plan: Plan) -> bool:
@@ -465,7 +464,7 @@ def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
         return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", page))
     first = outcomes[0]
     if first.path is not None and not first.run.complete:
-        return Advice(typed(), f"it continues where the time ended{', given more of it' if first.stuck else ''}")
+        return Advice(typed(), "it continues where the time ended")
     return advise(first.status if len(outcomes) == 1 else replace(first.status, finished=True))
 
 

@@ -60,10 +60,11 @@ def uncompiled(model: Any) -> Any:
     return model if model._forward_hooks or model._forward_pre_hooks else model._orig_mod
 
 
-def network_of(model: object) -> object:
+def network_of(model: Any) -> Any:
     """The network of a smoothed classifier; any other module itself, without a ``torch.compile`` wrapper."""
-    own = type(model).__module__.startswith("lipcert.smoothing.")
-    return model.network if own and isinstance(model, nn.Module) else uncompiled(model)
+    model = uncompiled(model)
+    forward = type(model).forward if isinstance(model, nn.Module) else None
+    return model.network if getattr(forward, "__module__", "").startswith("lipcert.smoothing.") else model
 
 
 def checked(model: object, **pixels: Any) -> Model:

@@ -213,7 +213,7 @@ INDEPENDENT = {
     "sigmoids, moved": (Labels(lambda z: z.sigmoid()[:, None].flatten(1).clamp(0, 1)), "it ends in sigmoid"),
     "log-sigmoids": (Labels(F.logsigmoid), "labels of which several may hold"),
     "one probability": (OneLogit(nn.Sigmoid()), "the network's one output is a probability"),
-    "one mean of probabilities": (OneLogit(lambda z: (z.sigmoid() + (z / 2).sigmoid()) / 2), "from 0 to 1, computed by sigmoid"),
+    "one mean of probabilities": (OneLogit(lambda z: (z.sigmoid() + (z / 2).sigmoid()) / 2), "computed by sigmoid"),
     "one hard sigmoid": (OneLogit(nn.Hardsigmoid()), "the network's one output is a probability"),
 }
 

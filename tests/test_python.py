@@ -98,7 +98,9 @@ def test_modes_of_torch_that_are_left_on(model, images, expected) -> None:
 
 
 def test_models_in_every_form(model, images, expected) -> None:
-    assert torch.equal(lipcert.certify(torch.compile(model, backend="eager"), images, **GLORO).radius, expected.radius)
+    smoothed = lipcert.SmoothedClassifier(model, 0.25)
+    for one in (torch.compile(model, backend="eager"), torch.compile(smoothed, backend="eager"), smoothed):
+        assert torch.equal(lipcert.certify(one, images, **GLORO).radius, expected.radius)
 
 
 def test_images_and_labels_in_lists_and_results_by_number(model, images) -> None:
@@ -106,6 +108,8 @@ def test_images_and_labels_in_lists_and_results_by_number(model, images) -> None
     listed = lipcert.certify(model, list(images), labels, **GLORO)
     assert torch.equal(listed.correct, lipcert.certify(model, images, labels, **GLORO).correct)
     assert listed[np.int64(0)] == listed[torch.tensor(0)] == [*listed][0]
+    with pytest.raises(InputError, match="different sizes"):
+        lipcert.certify(model, [images[0], images[1, :, 1:]], [0, 1], **GLORO)
     for wrong in (slice(2), listed.correct, "0"):
         with pytest.raises(InputError, match="indexed by the number of one image"):
             listed[wrong]

@@ -267,6 +267,21 @@ def test_recorded_arguments_that_no_tensor_shows(tmp_path, record):
     assert torch.equal(model.net(images), net(images))
 
 
+def test_recorded_arguments_of_another_network_or_another_kind_are_not_used(tmp_path):
+    net = timm.create_model("test_vit", num_classes=3).eval()
+    names = ["b", "a", "c"]
+    recorded = {"num_classes": 3, "class_names": None, "bn_eps": 1e-5, "model_kwargs": {"pretrained": True}}
+    about = {"arch": "resnet18", "global_pool": "max", "class_names": names, "args": argparse.Namespace(**recorded)}
+    torch.save({"state_dict": net.state_dict(), **about}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="of resnet18, and not of test_vit"):
+        model = lipcert.load("test_vit", checkpoint=tmp_path / "w.pth")
+    images = torch.rand(1, 3, 160, 160)
+    assert torch.equal(model.net(images), net(images))
+    assert model.class_names == tuple(names)
+    torch.save({"state_dict": net.state_dict(), **about, "arch": "test_vit", "global_pool": None}, tmp_path / "w.pth")
+    assert torch.equal(lipcert.load(tmp_path / "w.pth").net(images), net(images))
+
+
 def test_what_timms_training_records(tmp_path):
     net = timm.create_model("test_vit", img_size=32, num_classes=2)
     recorded = {

@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -407,6 +408,7 @@ def test_what_torch_computes_in_float32_is_no_other_type_of_the_network(dtype):
 
 
 OWN = torch.Generator(), random.Random()
+HELD = {"rng": np.random.default_rng(0)}
 NUMPYS, OLD_NUMPYS, POOL = np.random.default_rng(0), np.random.RandomState(0), ThreadPoolExecutor(1)
 
 
@@ -420,6 +422,8 @@ NUMPYS, OLD_NUMPYS, POOL = np.random.default_rng(0), np.random.RandomState(0), T
             True,
         ),
         (lambda: NUMPYS.random(), True),
+        (lambda: HELD["rng"].random(), True),
+        (SimpleNamespace(draw=NUMPYS.random).draw, True),
         (lambda: OLD_NUMPYS.rand(), True),
         (lambda: np.random.default_rng().random(), True),
         (lambda: random.SystemRandom().random(), True),

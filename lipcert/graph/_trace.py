@@ -115,7 +115,7 @@ def outputs_of(model: Model) -> int:
     if count == 1 and not ends and squashed:
         with torch.no_grad():
             outputs = torch.cat([model(each)[:, 1] for each in examples(image)])
-        ends = "" if outputs.min() < 0 or outputs.max() > 1 else f"from 0 to 1, computed by {squashed}"
+        ends = "" if outputs.min() < 0 else f"never below 0 for the example images, computed by {squashed}"
     if count == 1 and (ends or last in OF_CLASSES):
         raise InputError(
             f"the network's one output is a probability ({ends or f'it ends in {last}'}), which is positive whatever "

@@ -386,13 +386,14 @@ def write_count(tensor: Tensor) -> int:
 
 
 def close(one: Tensor, two: Tensor, tolerance: float | None = None) -> bool:
-    """Equality up to ``tolerance`` times the largest entry; the default is 256 roundings of the coarser type."""
+    """Equality up to ``tolerance`` times the largest entry; by default 256 roundings, or 8 of 16 bits."""
     if one.shape != two.shape or one.is_floating_point() != two.is_floating_point():
         return False
     if not one.is_floating_point():
         return torch.equal(one, two.to(one.dtype))
     if tolerance is None:
-        tolerance = 256 * max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
+        eps = max(torch.finfo(one.dtype).eps, torch.finfo(two.dtype).eps)
+        tolerance = (256 if eps < 1e-4 else 8) * eps
     one, two = one.double(), two.double()
     equal = (one == two) | (one.isnan() & two.isnan())
     finite = two[two.isfinite()].abs()

@@ -198,12 +198,19 @@ def _from_name(
     recorded_name = content.name or ""
     if timm.is_model(recorded_name) and recorded_name.partition(".")[0] != name.partition(".")[0]:
         warnings.warn(f"{checkpoint} says that its weights are of {recorded_name}, and not of {name}", stacklevel=4)
+        content.arguments = {key: value for key, value in content.arguments.items() if key == "num_classes"}
     new_head = new_head and "num_classes" in arguments
     arguments = {**content.arguments, **arguments}
     size = content.pixels.get("size")
     if size is not None and "img_size" not in arguments and takes_size(name):
         arguments["img_size"] = size[0] if size[0] == size[1] else size
-    net = create_net(name, pretrained=False, arguments=arguments)
+    try:
+        net = create_net(name, pretrained=False, arguments=arguments)
+    except LoadError as error:  # a script may record the bn_eps of networks that have none
+        if "bn_eps" not in content.arguments or "keyword argument 'bn_eps'" not in str(error):
+            raise
+        del content.arguments["bn_eps"], arguments["bn_eps"]
+        net = create_net(name, pretrained=False, arguments=arguments)
     channels = 0 if {"mean", "std"} <= {*content.pixels, *pixels} else arguments.get("in_chans", 3)
     of_normaliser = load_weights(net, content.state, file=checkpoint, name=name, new_head=new_head, channels=channels)
     recorded_pixels = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser

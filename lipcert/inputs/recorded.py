@@ -26,7 +26,7 @@ WRAPPERS = (
 NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
 _NAMES = ("model", "model_name", "arch", "architecture", "backbone")
 # Arguments of timm.create_model that change a network, and what timm's script calls them.
-_KINDS = {"num_classes": int, "in_chans": int, "gp": str, "global_pool": str, "bn_eps": float}
+_KINDS = {"num_classes": int, "gp": str, "global_pool": str, "bn_eps": float}
 _GIVEN = {"gp": "global_pool"}
 _CLASSES = ("class_to_idx", "idx_to_class", "class_names", "label_names", "id2label", "label2id", "classes")
 # What scripts, and modules that normalise pixels, call a mean, and what they call its standard deviation.
@@ -78,8 +78,11 @@ def of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any],
     names = [one[key] for one in (content, named) for key in _NAMES if isinstance(one.get(key), str)]
     name = next(filter(is_architecture, names), next(iter(names), None))  # timm's first, then any other
     arguments = {_GIVEN.get(key, key): named[key] for key, kind in _KINDS.items() if type(named.get(key)) is kind}
+    if type(options.get("in_chans")) is int:
+        arguments["in_chans"] = options["in_chans"]
     if isinstance(named.get("model_kwargs"), Mapping):
-        arguments |= {key: value for key, value in named["model_kwargs"].items() if _is_simple(value)}
+        kept = {key: value for key, value in named["model_kwargs"].items() if key != "pretrained"}
+        arguments |= {key: value for key, value in kept.items() if _is_simple(value)}
     pixels: dict[str, Any] = {}
     if size := numbers_of(options.get("input_size") or options.get("img_size")):
         pixels["size"] = [int(n) for n in (size * 2)[-2:]]
@@ -87,7 +90,7 @@ def of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any],
         pixels["crop_pct"] = float(options["crop_pct"])
     if options.get("interpolation") in INTERPOLATIONS:
         pixels["interpolation"] = options["interpolation"]
-    tables = (named, *(one for one in content.values() if isinstance(one, Mapping)))
+    tables = (content, named, *(one for one in content.values() if isinstance(one, Mapping)))
     pixels["class_names"] = [
         one[key] for key in _CLASSES for one in tables if isinstance(one.get(key), (Mapping, list, tuple))
     ]

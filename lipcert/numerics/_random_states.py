@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 _TRIES = 9
+_LONGER = 0.1  # seconds in which another thread that draws while a function runs draws again
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]
 
 
@@ -38,8 +39,8 @@ def watched(run: Callable[[], T]) -> tuple[T, Drawn]:
 
     Sees torch's kernels, Python's ``random`` and the system's generator on this thread, and generators of NumPy that
     functions called here refer to; none but the kernels while another profiler runs. Draws from NumPy's global
-    generator, and those of the function's own threads from any global one, are seen by its state, in each of several
-    runs; the latter only if no other thread draws, so that it rests while the function does not run.
+    generator, and those of the function's own threads from any global one, are seen by its state, which changes in each
+    of several runs; if those of Python and torch also change between runs, another thread draws, and they show nothing.
     """
     rests = True
     for _ in range(_TRIES if threading.active_count() > 1 else 1):
@@ -49,7 +50,7 @@ def watched(run: Callable[[], T]) -> tuple[T, Drawn]:
         after = _global_states()
         if draws.anew or after == before:
             return result, Drawn(draws.anew, tuple(draws.states))
-        time.sleep(time.monotonic() - started)
+        time.sleep(_LONGER + 3 * (time.monotonic() - started))
         rests = rests and after == _global_states()
         if not rests and after[0] == before[0]:
             break
@@ -92,7 +93,10 @@ class _Draws(TorchDispatchMode):
                 self.states.append(hash(generator.getstate()))
 
     def _look_into(self, frame: FrameType) -> None:
-        """Notes the generators of NumPy that a function has by its arguments, its closure, or the names in its code."""
+        """Notes the generators of NumPy that a function has by its arguments, its closure, or names in its code.
+
+        Also those one step from there: in attributes, in lists and mappings, and of bound methods.
+        """
         if frame.f_code in self.seen:
             return
         self.seen.add(frame.f_code)
@@ -100,8 +104,10 @@ class _Draws(TorchDispatchMode):
         values = [frame.f_globals.get(name) for name in names]
         values += [vars(one).get(name) for one in values if isinstance(one, ModuleType) for name in names]
         for one in (*values, *frame.f_locals.values()):
-            if isinstance(one, (np.random.Generator, np.random.RandomState)) and id(one) not in self.numpy:
-                self.numpy[id(one)] = one, _state(one)
+            for part in (one, *_parts(one)):
+                part = part.__self__ if isinstance(part, MethodType) else part
+                if isinstance(part, (np.random.Generator, np.random.RandomState)) and id(part) not in self.numpy:
+                    self.numpy[id(part)] = part, _state(part)
 
     def __torch_dispatch__(self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,6 +121,16 @@ class _Draws(TorchDispatchMode):
                 used = given.get("dropout_p", given.get("p")) != 0
                 self.anew |= used and given.get("train", given.get("training", True))
         return kernel(*args, **kwargs)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What an object other than a module of code refers to, one step deep."""
+    if isinstance(value, (dict, list, tuple)):
+        return [*value.values()] if isinstance(value, dict) else [*value]
+    try:  # without code of the object's own
+        return [] if isinstance(value, ModuleType) else [*object.__getattribute__(value, "__dict__").values()]
+    except AttributeError:
+        return []
 
 
 def _state(generator: Any) -> bytes:

@@ -227,8 +227,11 @@ def _batches(images: Pixels, labels: Any) -> Iterator[tuple[Tensor, Tensor | Non
         yield pair_of((images, labels))
         return
     if labels is not None and isinstance(images, Sized) and getattr(next(iter(images), None), "ndim", 0) == 3:
-        each = torch.cat([pixels for pixels, _ in _batches(images, None)])  # images one by one, as columns have them
-        yield pair_of((each, labels if isinstance(labels, (Tensor, np.ndarray)) else [*labels]))
+        each = [pixels for pixels, _ in _batches(images, None)]  # images one by one, as columns have them
+        if len({pixels.shape for pixels in each}) > 1:
+            raise InputError("images have different sizes; resize them to the model's input")
+        listed = isinstance(labels, Iterable) and not isinstance(labels, (Tensor, np.ndarray))
+        yield pair_of((torch.cat(each), [*labels] if listed else labels))
         return
     if labels is not None:
         raise InputError("labels come with the batches of a loader, as pairs (images, labels); leave labels out")

@@ -181,8 +181,6 @@ def certify_to_file(
         before = len(file.tally)
         try:
             remaining = Remaining(certifier, images, done, part, parts, workers, deadline, ahead)
-            if before and not remaining.divisible:
-                remaining.pace = file.tally.cpu_seconds / before
             _collect(remaining, file.append, progress)
             file.unfinished |= bool(remaining.left)
             file.tally.pace, file.tally.left = remaining.pace, remaining.left
