@@ -329,9 +329,7 @@ def copy_of(module: M) -> M:
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Refuses sparse and nested tensors, and those without values."""
-    if tensor.is_meta:
-        raise InputError(f"{what} must have values, and a tensor on the device meta has none")
+    """Refuses sparse and nested tensors."""
     if tensor.layout != torch.strided or tensor.is_nested:
         raise InputError(f"{what} must be a dense tensor, got a {'nested' if tensor.is_nested else 'sparse'} one")
 

@@ -311,9 +311,8 @@ def test_images_that_are_none() -> None:
         with pytest.raises(InputError):
             certify(model, wrong, eps=0.1)
     images = torch.rand(2, 3, 3, 3)
-    for wrong, kind in ((images.to_sparse(), "sparse"), (images.to("meta"), "meta")):
-        with pytest.raises(InputError, match=kind):
-            certify(model, wrong, eps=0.1)
+    with pytest.raises(InputError, match="images must be a dense tensor"):
+        certify(model, images.to_sparse(), eps=0.1)
     with pytest.raises(InputError, match="labels must be a dense tensor"):
         certify(model, images, torch.tensor([1, 0]).to_sparse(), eps=0.1)
     with pytest.raises(InputError, match="divide 8-bit pixels"):

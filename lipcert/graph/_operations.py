@@ -39,6 +39,7 @@ EPS_OF_TYPE = frozenset(("rms_norm",))
 PASSING = frozenset(("identity", "dropout", "reshape", "permute", "flip", "roll", "getitem", "clamp"))
 OF_LABELS = ("sigmoid", "special_expit", "hardsigmoid", "logsigmoid", "log_sigmoid")
 OF_CLASSES = ("softmax", "log_softmax")
+SQUASHING = frozenset((*OF_LABELS, *OF_CLASSES, "tanh"))
 # Products with weights, as of a classifier.
 PRODUCTS = ("linear", "addmm", "baddbmm", "bilinear", "einsum", "matmul", "conv1d", "conv2d", "conv3d")
 # Modules whose functions work on lists of tensors, or in which users can register functions.

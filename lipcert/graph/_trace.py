@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from lipcert.errors import InputError
-from lipcert.graph._operations import OF_CLASSES, OF_LABELS, PASSING, PRODUCTS, canonical
+from lipcert.graph._operations import OF_CLASSES, OF_LABELS, PASSING, PRODUCTS, SQUASHING, canonical
 from lipcert.graph._witness import examples
 from lipcert.numerics import without_autocast
 
@@ -48,7 +48,7 @@ class Trace(TorchFunctionMode):
         op = canonical(function)
         if op in PRODUCTS:
             self.squashed = ""
-        elif op in (*OF_LABELS, *OF_CLASSES, "tanh"):
+        elif op in SQUASHING:
             self.squashed = str(op)
         maker = self.maker(args[0]) if op in PASSING and args else op if isinstance(op, str) else name
         for part in result if isinstance(result, (tuple, list)) else (result,):
