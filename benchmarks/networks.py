@@ -3,8 +3,8 @@
     python -m benchmarks.networks --real ../real --cifar ../shared/data/cifar10 --work networks [--only dinov2]
 
 Three pretrained networks are smoothed behind the denoiser ``natural``, with σ chosen for each ε on other images; the
-Lipschitz bound of a LiResNet certifies it, by contrast. Clean accuracy is without noise. That of ``predict`` is of
-``SmoothedClassifier.predict`` with 100 draws and the first σ; abstentions are wrong. ``--real`` is a folder with
+Lipschitz bound of a LiResNet certifies it, by contrast. Accuracy is that of the network without noise, and that of the
+smoothed classifier with the draws of the certificate; abstentions are wrong. ``--real`` is a folder with
 lite0.safetensors, vit.safetensors, cnn.safetensors of a MobileNetV2, imagenet.tar, and images/val; ``--cifar`` one with
 test.tar. Runs continue from the rows in ``--work``. Each network's result is kept in benchmarks/results/networks.json
 with the environment it ran in.
@@ -27,7 +27,6 @@ import lipcert
 from benchmarks._cifar import labels_of
 from benchmarks._env import environment
 from lipcert.inputs.data import open_images
-from lipcert.smoothing import SmoothedClassifier
 
 RESULT = Path(__file__).parent / "results" / "networks.json"
 EPS = ("36/255", "0.5")
@@ -80,21 +79,16 @@ def measured(key: str, targets: Sequence[str], folder: Path, work: Path, limit: 
         counts, images = summary["counts"], summary["counts"]["images"]
         runs[eps] = {
             "sigma": summary["sigma"] if network.checkpoint else None,
+            "right": counts["correct"],
             "certified": counts["certified_correct"],
             "draws": counts["samples"] / images if network.checkpoint else None,
             "cpu_seconds": counts["cpu_seconds"] / images,
         }
     checkpoint = folder / network.checkpoint if network.checkpoint else None
     model: Any = lipcert.load(network.name, checkpoint=checkpoint, **network.arguments)
-    functions: dict[str, Any] = {"clean": lambda images: model(images).argmax(1)}
-    if network.checkpoint:
-        functions["predict"] = SmoothedClassifier(model, runs[targets[0]]["sigma"], "natural", seed=0).predict
-    right = dict.fromkeys(functions, 0)
     data = open_images(folder / network.data, model, limit=limit)
-    for batch in data.batches(10):
-        for name, predict in functions.items():
-            right[name] += int((predict(batch.images) == labels_of(batch)).sum())
-    return {"images": len(data), **right, "eps": runs, "environment": environment()}
+    right = sum(int((model(batch.images).argmax(1) == labels_of(batch)).sum()) for batch in data.batches(10))
+    return {"images": len(data), "clean": right, "eps": runs, "environment": environment()}
 
 
 def main() -> None:
