@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -228,7 +228,7 @@ def _examined(module: nn.Module, image: Tensor, real: bool) -> Examined:
         again = run(image)
         if not same_logits(results[0], again, 0.0 if image.device.type == "cpu" else tolerance(again)):
             problems.append("forward code that gives two results for one image")
-        several = torch.cat(results) if len({result.shape for result in results}) == 1 else None
+        several = _together(results)
         derived = Derived([image])  # code may take another way with the value that records operations
         for mode, gradients in ((torch.enable_grad(), True), (torch.inference_mode(), False)):
             try:
@@ -298,10 +298,16 @@ def confirm(module: nn.Module, graph: Graph, image: Tensor, real: bool = False) 
 def compared(graph: Graph, examined: Examined) -> None:
     """Refuses a module whose results are not those of its graph."""
     examined.refuse_reads()
-    several = torch.cat(examined.results)
+    several = _together(examined.results)
     for image, result in zip(examined.images, examined.results, strict=True):
         if not same_logits(_run(graph.replay, image), result, tolerance(result), several):
             raise UnsupportedCode([("forward code that behaves differently when it is captured", "")])
+
+
+def _together(results: Sequence[Tensor]) -> Tensor | None:
+    """The logits of several images, shape (M, classes); None where results are no logits."""
+    same = len({result.shape for result in results}) == 1
+    return torch.cat([*results]) if same and results[0].dim() == 2 else None
 
 
 def same_operations(graph: Graph, other: Graph, when: str, tolerance: float | None = None) -> None:
