@@ -60,7 +60,7 @@ def verify(
     run = read_run(results)
     earlier = run.summary["data"]
     if earlier.get("spec") == GIVEN_IN_PYTHON:
-        raise InputError(f"{results} is about images that were given in Python, not in files, which cannot be verified")
+        raise InputError(f"{results} is about images given in Python; to have rows verified, certify files: --data")
     spec = data or str(earlier.get("spec"))
     if spec != "bundled" and not is_named_data(spec):
         try:
