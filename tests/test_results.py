@@ -183,7 +183,7 @@ def test_a_half_written_row_is_cut_off(tmp_path_factory, data):
     content = path.read_bytes()
     kept = data.draw(st.integers(0, len(content)))
     path.write_bytes(content[:kept])
-    whole = content[:kept].count(b"\n")
+    whole = content[: kept + 1].count(b"\n")  # a row without its line break is whole
     with ResultFile(path, RUN) as file:
         assert file.done == set(range(whole))
         for index in range(whole, 3):
