@@ -44,7 +44,10 @@ Denoiser = Annotated[
     ),
 ]
 TimeBudget = Annotated[
-    str | None, typer.Option(help="Begin nothing after this time, such as 10m; the same command continues.")
+    str | None,
+    typer.Option(
+        help="End after about this time, such as 10m, once what has begun is done; the same command continues."
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.", rich_help_panel=OUTPUT)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON.", rich_help_panel=OUTPUT)]

@@ -274,6 +274,8 @@ def test_a_last_row_whose_line_break_an_editor_took_is_a_row(results):
     result = run(path)
     assert "half-written" not in result.stderr
     assert "images\t6" in result.stdout
+    path.write_bytes(path.read_bytes() + b"\n" + b"[" * 100_000)  # deeper than a parser goes
+    assert "half-written" in run(path).stderr
 
 
 def test_an_interval_needs_a_random_sample(results):

@@ -125,7 +125,7 @@ def test_a_radius_that_rounding_could_raise_above_eps_is_unsettled(results):
     next(row for row in rows if row["radius"] == radius)["radius"] *= 1 + 9e-7
     result = verified(code=1)
     assert "unsettled\t1" in result.stdout
-    assert "it is certified at " in result.stderr
+    assert "is claimed, and radius " in result.stderr
 
 
 @pytest.mark.parametrize("first", range(0, len(CHANGES), 5))

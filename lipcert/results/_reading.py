@@ -397,7 +397,7 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
     if lines and not content.endswith(b"\n"):  # an editor may have taken the last line break
         try:
             json.loads(lines[-1])
-        except ValueError:
+        except DAMAGED:
             half = bool(lines.pop())
     rows: list[Mapping[str, Any]] = []
     places: dict[int, int] = {}

@@ -152,14 +152,12 @@ def verify(
             done += 1
             reason = contradiction(claimed, run.eps, summary.get("method"))
             reason = reason or _objection(claimed, recomputed, attack is not None)
-            if not reason and isinstance(certifier, Certifier):  # a radius above the recomputed one, by rounding
-                between = [typed for eps, typed in run.every_eps if claimed["radius"] >= eps > recomputed["radius"]]
-                flips = between and f"it is certified at {between[0]}, and here by {recomputed['radius']:.9g} it is not"
-                yield Verdict(recomputed["index"], flips or None, unsettled=bool(between))
-            elif reason or isinstance(certifier, Certifier):
+            if reason:
                 yield Verdict(recomputed["index"], reason)
-            else:
+            elif isinstance(certifier, Smoothing):
                 yield _verdict_on_draws(claimed, recomputed, certifier)
+            else:
+                yield _verdict_on_radius(claimed, recomputed, run)
         if progress is not None:
             progress(done, len(selected))
     if done < len(selected):
@@ -250,6 +248,15 @@ def _objection(claimed: Mapping[str, Any], recomputed: Mapping[str, Any], attack
         if not same(claimed.get(name), recomputed[name], _ATTACK_TOLERANCE):
             return f"{name} = {claimed.get(name)} is claimed and {recomputed[name]} found"
     return None
+
+
+def _verdict_on_radius(claimed: Mapping[str, Any], recomputed: Mapping[str, Any], run: Run) -> Verdict:
+    """The verdict on a row whose radius may exceed the recomputed one by rounding, but not decide an ε by that."""
+    index, radius = recomputed["index"], recomputed["radius"]
+    between = [typed for eps, typed in run.every_eps if claimed["radius"] >= eps > radius]
+    if between:
+        return Verdict(index, f"certified at {between[0]} is claimed, and radius {radius:.9g} found", unsettled=True)
+    return Verdict(index, None)
 
 
 def _verdict_on_draws(claimed: Mapping[str, Any], recomputed: Mapping[str, Any], smoothing: Smoothing) -> Verdict:
