@@ -12,7 +12,7 @@ from timm.data import create_dataset
 from torch import Tensor
 
 import lipcert
-from lipcert.attacks._ball import project
+from lipcert.attacks._found import project
 from lipcert.inputs.data import Batch, Images
 
 EPS = 36 / 255

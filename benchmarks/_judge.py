@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks._arguments import raised
 from benchmarks.campaign import REAL, attack
-from lipcert.attacks._ball import project
-from lipcert.attacks._found import lead
+from lipcert.attacks._found import lead, project
 from lipcert.certifier import Certifier
 from lipcert.errors import LipcertError
 from lipcert.inputs.loading import load

@@ -34,8 +34,7 @@ from torch import Tensor
 from benchmarks._env import environment
 from benchmarks._exact import affine_distances, nearest_change
 from benchmarks._networks import SLOW, Case, draw
-from lipcert.attacks._ball import project
-from lipcert.attacks._found import lead
+from lipcert.attacks._found import lead, project
 from lipcert.certifier import METHODS, Certifier
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.model import Model

@@ -23,9 +23,9 @@ from lipcert.certvit import (
     solve_layers,
     stream,
 )
-from lipcert.certvit._ellipsoid import Ellipsoid, eigenbasis, multiplier
 from lipcert.certvit._measures import MEASURES, clip_level
 from lipcert.certvit.blockwise import haugazeau
+from lipcert.certvit.solve import Ellipsoid, eigenbasis, multiplier
 from lipcert.errors import InputError
 
 few = settings(max_examples=40, derandomize=True)

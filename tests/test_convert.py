@@ -26,8 +26,7 @@ from lipcert.surgery import (
     convert,
     swap,
 )
-from lipcert.surgery._heads import heads_of
-from lipcert.surgery._initial import initialise_attention
+from lipcert.surgery._initial import heads_of, initialise_attention
 from lipcert.surgery._swap import plan
 
 SMALL_VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}

@@ -39,8 +39,7 @@ from lipcert.surgery import (
     swap,
 )
 from lipcert.surgery._distance import _Average, attention_gain
-from lipcert.surgery._heads import heads_of
-from lipcert.surgery._initial import calibrate_projection
+from lipcert.surgery._initial import calibrate_projection, heads_of
 from lipcert.surgery._swap import plan
 from lipcert.surgery._table import ATTENTIONS, class_name
 

@@ -5,8 +5,7 @@
 """
 
 from lipcert.attacks._autoattack import AutoAttack
-from lipcert.attacks._ball import project
-from lipcert.attacks._found import Adversarial
+from lipcert.attacks._found import Adversarial, project
 from lipcert.attacks._pgd import PGD, pgd, smallest
 from lipcert.attacks._registry import ATTACKS, Attack, attack_named
 

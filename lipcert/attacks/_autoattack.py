@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lipcert.attacks._ball import project
-from lipcert.attacks._found import Adversarial, check
+from lipcert.attacks._found import Adversarial, check, project
 from lipcert.errors import InputError
 
 _PACKAGE = "adversarial-robustness-toolbox"

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lipcert.attacks._ball import project
-from lipcert.attacks._found import Adversarial, distances, lead
+from lipcert.attacks._found import Adversarial, distances, lead, project
 from lipcert.errors import InputError
 
 

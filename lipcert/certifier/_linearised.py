@@ -1,4 +1,4 @@
-"""What the methods that linearise the network at the image, ``anchored`` and ``lofast``, share."""
+"""The method ``anchored``, and what it shares with ``lofast``, which linearises the network at the image too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from lipcert import roundoff
 from lipcert.certifier._method import Method, NormsDone, Subject
-from lipcert.certifier.anchored.method import work_of_a_rival
+from lipcert.certifier.anchored.deployed import DeployedAnchored
+from lipcert.certifier.anchored.method import Anchored, work_of_a_rival
+from lipcert.certifier.anchored.prefix import PrefixedAnchored, anchored
 from lipcert.norms import Budget, Ledger
+from lipcert.settings import STAGED
 
 # At least so many rival classes are examined.
 _RIVALS = 8
@@ -46,3 +49,28 @@ class LinearisedMethod(Method):
         at = self.engine(images, progress, ledger)
         classes = predicted.to(images.device)
         return lambda margins, call: at.radius(classes, margins.to(images.device), self.rivals).to(margins.device)
+
+
+class AnchoredMethod(LinearisedMethod):
+    """:mod:`lipcert.certifier.anchored`: of the whole network, after a cut, or both; or of the deployed network."""
+
+    name = "anchored"
+
+    def __init__(self, subject: Subject, budget: Budget, limit: float = math.inf):
+        super().__init__(subject, budget, limit)
+        self.deployed = isinstance(self.engine, DeployedAnchored)
+        if isinstance(self.engine, PrefixedAnchored):
+            self.note = self.engine.described
+            alone = self.engine.whole is None or self.proves
+            self.proves = subject.roundoff is None and self.engine.proves and alone
+
+    def linearise(self) -> Anchored | PrefixedAnchored | DeployedAnchored:
+        settings, model = self.subject.settings, self.subject.model
+        options: dict[str, Any] = {"delta": self.budget.delta, "rigor": settings.rigor}
+        if self.subject.roundoff is not None:
+            return DeployedAnchored(model, settings.dtype, **options)
+        staged = settings.method == STAGED
+        eps = settings.eps if staged and not settings.further_eps else None  # for one ε a verdict is enough
+        if settings.at is not None:
+            return Anchored(model, at=settings.at, eps=eps, **options)
+        return anchored(model, eps=eps, costly=not staged, **options)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipcert.certifier._anchored import AnchoredMethod
 from lipcert.certifier._global import Global, GloRo
-from lipcert.certifier._linearised import LinearisedMethod
+from lipcert.certifier._linearised import AnchoredMethod, LinearisedMethod
 from lipcert.certifier._local import LocalMethod
 from lipcert.certifier._lofast import LoFASTMethod
 from lipcert.certifier._lofast_paper import LoFASTPaper

@@ -13,9 +13,8 @@ from lipcert.report._card import model_card
 from lipcert.report._figures import available
 from lipcert.report._markdown import Document
 from lipcert.report._page import to_html
-from lipcert.report._show import Shown, show
 from lipcert.report._words import other_order, seconds
-from lipcert.report._write import publishing, write
+from lipcert.report._write import Shown, publishing, show, write
 from lipcert.results import Run, read_runs
 
 __all__ = ["Run", "model_card", "read_runs", "show", "write"]

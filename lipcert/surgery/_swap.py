@@ -15,8 +15,7 @@ from lipcert.graph import alterations
 from lipcert.surgery._activations import ACTIVATIONS
 from lipcert.surgery._arranged import L2SetAttention
 from lipcert.surgery._attention import L2Attention
-from lipcert.surgery._heads import heads_of, sizes_of
-from lipcert.surgery._initial import initialise_attention
+from lipcert.surgery._initial import heads_of, initialise_attention, sizes_of
 from lipcert.surgery._linear import LipConv2d, LipLinear
 from lipcert.surgery._projections import PROJECTIONS
 from lipcert.surgery._table import ATTENTIONS, attention_reason, class_name, norm_kind, norm_reason

@@ -29,7 +29,7 @@ class Replacement:
     """The replacement of a softmax attention class by L2 attention."""
 
     now: type[L2Attention]
-    packing: str = "qkv"  # the layers of its queries, keys and values, see lipcert.surgery._heads
+    packing: str = "qkv"  # the layers of its queries, keys and values, see lipcert.surgery._initial
     own: Callable[[Any], dict[str, Any]] = lambda module: {}  # the arguments that a module determines
     channel_last_heads: bool = False  # whether the head index varies fastest in the input of the output projection
 

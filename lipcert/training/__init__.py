@@ -7,7 +7,6 @@ the trained model.
 from lipcert.settings import LOSSES, FinetuneSettings, MaxNorm
 from lipcert.training._batches import Augmentation, Batches, Mixed
 from lipcert.training._bound import TrainingBound
-from lipcert.training._epoch import Epoch
 from lipcert.training._finetune import check_trainable, finetune
 from lipcert.training._local import LocalBound, local_loss
 from lipcert.training._losses import (
@@ -25,7 +24,7 @@ from lipcert.training._losses import (
 from lipcert.training._matrices import NormLimits
 from lipcert.training._muon import Muon
 from lipcert.training._recipe import denoised, recipe_for, settings_for
-from lipcert.training._validation import Log, Validation
+from lipcert.training._validation import Epoch, Log, Validation
 
 __all__ = [
     "Augmentation", "Epoch", "FinetuneSettings", "LocalBound", "Log", "TrainingBound", "Validation", "adversarial_loss",

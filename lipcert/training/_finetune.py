@@ -33,13 +33,13 @@ from lipcert.settings import LOSSES, FinetuneSettings, takes
 from lipcert.surgery import Orthogonal
 from lipcert.training import _checkpoint
 from lipcert.training._bound import TrainingBound
-from lipcert.training._epoch import Epoch
 from lipcert.training._head import classifier, fit_head
 from lipcert.training._local import LocalBound
 from lipcert.training._losses import BY_NAME, teacher_loss, twice_differentiable
 from lipcert.training._matrices import NormLimits, matrices, norm_limits
 from lipcert.training._muon import Muon
 from lipcert.training._recipe import denoised, settings_for
+from lipcert.training._validation import Epoch
 
 _WEIGHT_DECAY = 1e-4
 _CLIP = 3.0

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipcert.model import Model
-from lipcert.training._epoch import Epoch
+from lipcert.training._validation import Epoch
 
 _DECAYS = (1e-4, 1e-3, 1e-2, 1e-1)  # weights of ‖W − W₀‖², of which held-out images choose one
 _HELD_OUT = 5  # one image in so many

@@ -1,8 +1,10 @@
-"""What may follow an epoch of training: a line in a log, and validation that keeps the best weights."""
+"""The results of an epoch, and what may follow it: a line in a log, and validation that keeps the best weights."""
+
+from __future__ import annotations
 
 import csv
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from lipcert.errors import InputError
 from lipcert.inputs.data import Batch
 from lipcert.model import Model
 from lipcert.settings import GLOBAL, FinetuneSettings
-from lipcert.training._epoch import Epoch
 from lipcert.training._recipe import denoised
 
 
@@ -117,3 +118,31 @@ class Log:
             writer = csv.DictWriter(file, dict.fromkeys([*(before[0] if before else ()), *row]))
             writer.writeheader()
             writer.writerows([*before, row])
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The results of one epoch.
+
+    Attributes:
+        number: 1 for the first epoch.
+        epochs: the number of epochs.
+        loss: the mean loss of the images, with the weights at the time of each.
+        accuracy: the fraction of images that were predicted correctly, with the weights at the time of each.
+        eps: the ε of the last update.
+        seconds: the duration of the epoch.
+        bound: the certified Lipschitz constant of the features before the head (or √2 times that of the logits) after
+            the last update; None for losses without the global bound.
+        estimate: the estimate of this constant in the loss, which is no bound.
+        fitted: whether the head was fitted to this number of noisy draws of each image, in place of training.
+    """
+
+    number: int
+    epochs: int
+    loss: float
+    accuracy: float
+    eps: float
+    seconds: float
+    bound: float | None = None
+    estimate: float | None = None
+    fitted: bool = False
