@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import refusal
 from torch import nn
 
 from lipcert.errors import InputError, LoadError
@@ -58,12 +59,8 @@ def checked(content: dict) -> dict:
 
 
 def refused(path, *expected: str) -> None:
-    with pytest.raises(LoadError) as caught:
+    with refusal(str(path), *expected, kind=LoadError):
         load_artifact(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in (str(path), *expected):
-        assert part in message
 
 
 @pytest.mark.thinned(3)
@@ -221,11 +218,8 @@ def test_infinite_weights_are_refused(tmp_path):
 
 
 def cannot_save(model, path, *expected: str, **options) -> None:
-    with pytest.raises(InputError) as caught:
+    with refusal(*expected):
         save(model, path, **options)
-    for part in expected:
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert not path.is_file()
     assert not list(path.parent.glob(".*"))
 

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import timm.data
 import torch
+from modules import refusal
 from PIL import Image
 from torch import nn
 
@@ -55,13 +56,8 @@ CLASSES = {f"{name}/{i}.png": picture(30 * k + 10 * i) for k, name in enumerate(
 
 
 def refused(spec, *expected: str, loaded=None, **options) -> None:
-    with pytest.raises(InputError) as caught:
-        for _ in open_images(spec, loaded or model(), **options).batches(2):
-            pass
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in expected:
-        assert part in message
+    with refusal(*expected):
+        list(open_images(spec, loaded or model(), **options).batches(2))
 
 
 @pytest.fixture(params=["folder", "tar", "tar with dots"])

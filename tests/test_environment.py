@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from commands import read_summary, run
+from modules import refusal
 from torch import nn
 
 import lipcert
@@ -128,10 +129,8 @@ def test_what_breaks_a_claim_is_refused_and_nothing_else(name, model):
     with setting():
         for dtype in ("real", *FLOAT_TYPES):
             if dtype in refused:
-                with pytest.raises(InputError) as error:
+                with refusal(remedy):
                     check_environment(CPU, dtype)
-                assert remedy in str(error.value)
-                assert "\n" not in str(error.value)
             else:
                 check_environment(CPU, dtype)
         for dtype, certifier in certifiers.items():

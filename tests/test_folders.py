@@ -15,12 +15,12 @@ import pytest
 import timm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import refusal
 from PIL import Image
 from timm.utils.misc import natural_key
 from torch import nn
 
 import lipcert
-from lipcert.errors import InputError
 from lipcert.inputs.classes import natural
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import load
@@ -56,11 +56,8 @@ def labels(images) -> dict[str, int | None]:
 
 def refused(*parts: str, **options) -> None:
     spec = options.pop("spec")
-    with pytest.raises(InputError) as caught:
+    with refusal(*parts):
         list(open_images(spec, options.pop("loaded", None) or model(), **options).batches(2))
-    assert "\n" not in str(caught.value)
-    for part in parts:
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(

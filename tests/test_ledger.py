@@ -6,10 +6,10 @@ import pickle
 from collections import Counter
 
 import pytest
-import timm
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from modules import orthogonal_vit
 from torch import nn
 
 import lipcert
@@ -25,18 +25,6 @@ def delta_of(text: str) -> float:
     rigor = Rigor.parse(text)
     assert rigor is not None
     return rigor.delta
-
-
-def vit(norm="smooth", depth=1):
-    torch.manual_seed(0)
-    net = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=depth, num_heads=2, num_classes=4
-    )
-    for parameter in net.parameters():
-        if parameter.dim() == 2:
-            nn.init.orthogonal_(parameter)
-    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16))
-    return lipcert.convert(model, attention="keep", norm=norm).double()
 
 
 def convolutions():
@@ -84,11 +72,11 @@ def _met(monkeypatch):
 
 
 CASES = {
-    "anchored": (vit, "anchored", "real"),
-    "lofast": (vit, "lofast", "real"),
-    "kinks": (lambda: vit("project"), "anchored", "real"),
-    "anchored, float32": (vit, "anchored", "float32"),
-    "lofast, float32": (vit, "lofast", "float32"),
+    "anchored": (orthogonal_vit, "anchored", "real"),
+    "lofast": (orthogonal_vit, "lofast", "real"),
+    "kinks": (lambda: orthogonal_vit("project"), "anchored", "real"),
+    "anchored, float32": (orthogonal_vit, "anchored", "float32"),
+    "lofast, float32": (orthogonal_vit, "lofast", "float32"),
     "local": (convolutions, "local", "real"),
     "local, float32": (convolutions, "local", "float32"),
     "staged": (convolutions, "staged", "real"),
@@ -110,7 +98,9 @@ def test_no_two_norms_of_a_certificate_share_a_vector(case, met, no_triage):
     assert sum(charges) <= delta_of(found.rigor[0]) <= min(1.011 * sum(charges), 1e-9)
 
 
-@pytest.mark.parametrize(("build", "method"), [(vit, "anchored"), (kinked, "anchored"), (convolutions, "local")])
+@pytest.mark.parametrize(
+    ("build", "method"), [(orthogonal_vit, "anchored"), (kinked, "anchored"), (convolutions, "local")]
+)
 def test_every_image_states_its_own(build, method):
     """Whatever images are beside it, and whatever was asked for before."""
     model = build()
@@ -165,7 +155,7 @@ def test_a_key_is_given_once_for_an_image():
 
 
 def test_a_second_radius_needs_a_second_linearisation():
-    model = vit()
+    model = orthogonal_vit()
     image = pixels(model)
     predicted, gaps = margins(model(image).detach())
     method = Anchored(model)

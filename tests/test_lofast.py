@@ -5,9 +5,8 @@ import math
 from typing import NamedTuple
 
 import pytest
-import timm
 import torch
-from modules import scaled_to, seeded
+from modules import orthogonal_vit, scaled_to, seeded
 from torch import nn
 
 import lipcert
@@ -22,17 +21,7 @@ from lipcert.roundoff import Chains
 
 # Networks ------------------------------------------------------------------------------------------------------------
 
-
-def vit(attention_kind="keep", norm="smooth", seed=0, img_size=16, **kwargs):
-    torch.manual_seed(seed)
-    sizes = {"patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 5, "mlp_ratio": 2.0}
-    net = timm.create_model("vit_tiny_patch16_224", img_size=img_size, **{**sizes, **kwargs})
-    for parameter in net.parameters():  # away from timm's near-zero start, where hardly anything bends
-        if parameter.dim() == 2:
-            nn.init.orthogonal_(parameter)
-    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, img_size, img_size))
-    lipcert.convert(model, attention=attention_kind, norm=norm)
-    return model.double()
+vit = functools.partial(orthogonal_vit, depth=2, num_classes=5, mlp_ratio=2.0)
 
 
 LOOSE = 0.5  # of the norms: few iterations, bounds as true as with many
@@ -60,7 +49,7 @@ MODELS = {
     "dot product, smooth": lambda: vit(),
     "dot product, layer norm": lambda: vit(norm="keep"),
     "dot product, kinked": lambda: vit(norm="project"),
-    "distance, smooth": lambda: vit("l2"),
+    "distance, smooth": lambda: vit(attention="l2"),
     "no class token": lambda: vit(class_token=False, global_pool="avg"),
     "convolutions": convolutional,
     "perceptron": perceptron,

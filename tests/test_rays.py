@@ -3,12 +3,11 @@
 import math
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from modules import seeded
+from modules import orthogonal_vit, seeded
 from scipy.optimize import linprog
 from torch import nn
 
@@ -30,19 +29,6 @@ def loaded(*layers, size=8):
     return lipcert.load(net, mean=(0.5,) * 3, std=(0.3,) * 3, input_size=(3, size, size)).double()
 
 
-def vit(norm, attention="keep"):
-    torch.manual_seed(0)
-    net = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=4,
-        mlp_ratio=2.0,
-    )  # fmt: skip
-    for parameter in net.parameters():
-        if parameter.dim() == 2:
-            nn.init.orthogonal_(parameter)
-    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16))
-    return lipcert.convert(model, attention=attention, norm=norm).double()
-
-
 class Turned(nn.Module):
     """Activations that read their operand in another order than the layer before them computes it."""
 
@@ -57,9 +43,9 @@ class Turned(nn.Module):
 
 
 MODELS = {
-    "smooth vit": lambda: vit("smooth"),
-    "kinked vit": lambda: vit("project"),
-    "distances": lambda: vit("smooth", "l2"),
+    "smooth vit": lambda: orthogonal_vit("smooth", mlp_ratio=2.0),
+    "kinked vit": lambda: orthogonal_vit("project", mlp_ratio=2.0),
+    "distances": lambda: orthogonal_vit("smooth", "l2", mlp_ratio=2.0),
     "turned": lambda: loaded(Turned),
     "relu": lambda: loaded(
         lambda: nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU, lambda: nn.Conv2d(6, 6, 3, 2, 1), nn.GELU, nn.Flatten,

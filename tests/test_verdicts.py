@@ -1,10 +1,11 @@
 """Verdicts at one ε: those of full radii, for each image alone."""
 
+import functools
 import math
 
 import pytest
-import timm
 import torch
+from modules import orthogonal_vit
 from torch import nn
 
 import lipcert
@@ -15,18 +16,7 @@ from lipcert.certifier.anchored import method as method_module
 from lipcert.certifier.anchored.margin import RivalMargin
 from lipcert.certifier.anchored.ray import SECTORS
 
-
-def vit(norm="smooth", depth=2, width=16):
-    torch.manual_seed(0)
-    net = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=width, depth=depth, num_heads=2, num_classes=4,
-        mlp_ratio=2.0, class_token=False, global_pool="avg",
-    )  # fmt: skip
-    for parameter in net.parameters():
-        if parameter.dim() == 2:
-            nn.init.orthogonal_(parameter)
-    model = lipcert.load(net.eval(), mean=(0.5,) * 3, std=(0.5,) * 3, input_size=(3, 16, 16))
-    return lipcert.convert(model, attention="keep", norm=norm).double()
+vit = functools.partial(orthogonal_vit, mlp_ratio=2.0, class_token=False, global_pool="avg")
 
 
 def convolutions():
@@ -68,7 +58,7 @@ def eager(monkeypatch):
 
 def test_a_verdict_is_that_of_the_full_radius(eager):
     """Radii are no larger."""
-    model, images = vit(depth=1), pixels(3, seed=7)
+    model, images = vit(), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
     full = Anchored(model)(images).radius(predicted, gaps)
     low, high = 0.2 * full.min().item(), first_order_limit(model, images, predicted).max().item() * 1.01
@@ -80,7 +70,7 @@ def test_a_verdict_is_that_of_the_full_radius(eager):
 
 
 def test_forms_are_left_out_where_they_do_not_reach(eager, monkeypatch):
-    model, images = vit(depth=1), pixels(3, seed=7)[1:2]
+    model, images = vit(), pixels(3, seed=7)[1:2]
     with torch.no_grad():
         for weight in (parameter for parameter in model.parameters() if parameter.dim() > 1):
             weight *= 4  # the limit falls less than the radius
@@ -103,7 +93,7 @@ def test_forms_are_left_out_where_they_do_not_reach(eager, monkeypatch):
 
 
 def test_a_verdict_is_that_of_the_image_alone(eager):
-    model, images = vit(depth=1), pixels(2, seed=7)
+    model, images = vit(), pixels(2, seed=7)
     predicted, gaps = margins(model(images))
     eps = Anchored(model)(images).radius(predicted, gaps).max().item() * 0.99  # one is certified, and one is not
     together = Anchored(model, eps=eps)(images).radius(predicted, gaps)
@@ -115,7 +105,7 @@ def test_a_verdict_is_that_of_the_image_alone(eager):
 
 def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
     """The rivals of an image are examined as if it were alone, as many pairs at once as memory allows."""
-    model, images = vit(depth=1), pixels(3, seed=7)
+    model, images = vit(), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
     method = Anchored(model)
     at = method(images).linearization
@@ -154,7 +144,7 @@ def test_rivals_are_examined_in_the_same_groups_in_every_batch(monkeypatch):
 @pytest.mark.parametrize("dtype", [pytest.param("real", marks=pytest.mark.slow), "float32"])
 def test_a_run_in_parts_gives_what_one_run_gives(eager, dtype):
     """What is left of a stopped run, and each shard, go to a process of their own: with a certifier of their own."""
-    model, images = vit(depth=1), pixels(3, seed=7)
+    model, images = vit(), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
     eps = Anchored(model)(images).radius(predicted, gaps).median().item() * 0.99  # some are certified, and some not
     whole = Certifier(model, eps, dtype=dtype).run(images)
@@ -168,7 +158,7 @@ def test_a_run_in_parts_gives_what_one_run_gives(eager, dtype):
 
 
 def test_a_verdict_of_a_network_with_few_norms_is_the_full_radius():
-    model, images = vit(depth=1), pixels(1)
+    model, images = vit(), pixels(1)
     predicted, gaps = margins(model(images))
     full, verdict = (Anchored(model, eps=eps)(images) for eps in (None, 1e-9))
     assert torch.equal(full.radius(predicted, gaps), verdict.radius(predicted, gaps))
