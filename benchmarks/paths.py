@@ -27,7 +27,10 @@ LINKED = {
     "cifar": ("cifar10",),
 }
 # The line that a run adds to a section, or replaces.
-RESULT = "`python -m benchmarks.paths` took {:.0f} CPU minutes: {} of {} images are certified and classified correctly."
+RESULT = (
+    "`python -m benchmarks.paths` ran these commands in {:.0f} CPU minutes: "
+    "{} of {} images are certified and classified correctly."
+)
 
 
 def run(commands: list[str], module: tuple[str, str] | None, files: dict[str, Path], folder: Path) -> str:
