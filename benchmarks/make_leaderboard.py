@@ -23,37 +23,38 @@ PAGE = ROOT / "docs" / "leaderboard.md"
 TEST_IMAGES = {"CIFAR-10": 10_000, "CIFAR-100": 10_000, "Tiny-ImageNet": 10_000, "ImageNet": 50_000}
 HEAD = """# Leaderboard: certified accuracy, ℓ2
 
-Certified accuracy is the share of test images that are classified correctly and whose class no perturbation of ℓ2 norm
-up to ε changes, with pixels in [0, 1]. Each line is a file in `leaderboard/`; `benchmarks/make_leaderboard.py` makes
-this page of them, and `CONTRIBUTING.md` says how to add one. The figures are those of the source, which was run again
-only where the column *verified* says so: there lipcert certified the images, and recomputed rows from the weights.
-Where not all test images were certified, the 95 % confidence interval (Wilson) is given.
+Certified accuracy at ε is the share of test images that are classified correctly and whose class no perturbation of ℓ2
+norm up to ε changes, with pixels in [0, 1]. Each line is a file in `leaderboard/`, from which
+`benchmarks/make_leaderboard.py` makes this page; `CONTRIBUTING.md` says how to add one. The figures are those of the
+source. Where the column *verified* has an entry, lipcert certified the images, and rows were recomputed from the
+weights. If only a sample of the test images was certified, the 95 % confidence interval (Wilson) is given.
 """
 FOOT = """## What the columns mean
 
 - *global*: a Lipschitz constant of the whole network; *local*: one that is valid near the image; *1-Lipschitz*: layers
   with constant 1 by construction. All three are valid for every perturbation up to ε.
-- *anchored*: the certificate on [its own page](anchored.md). *After a Lipschitz prefix*: of the layers after a value;
-  its radius is divided by the Lipschitz constant of the layers before. The networks that are certified so were trained
-  for 36/255, and their certificates reach no further than the layers after the cut are nearly linear.
+- *anchored*: the certificate that [its own page](anchored.md) explains. *After a Lipschitz prefix*: the certificate
+  covers the layers after a cut, and its radius is divided by the Lipschitz constant of the layers before the cut. These
+  networks were trained for 36/255. Their radii are limited to the range in which the layers after the cut are nearly
+  linear.
 - *smoothed*: randomized smoothing. The certificate is about the class that the network predicts most often under
   noise, not about the network itself, and fails with a small probability per image.
-- *no bound*: for vision transformers CertViT's product leaves out some operations, and for linear layers its code takes
-  a ratio of sums, which can be smaller than the norm. No bound stands behind these figures.
-- *linear relaxation*, *intervals*, *verification*: bounds on the values of each layer near the image, in the last case
-  refined by a complete verifier.
+- *no bound*: these figures are not based on a bound. For vision transformers CertViT's product leaves out some
+  operations, and for linear layers its code takes a ratio of sums, which can be smaller than the norm.
+- *linear relaxation*, *intervals*, *verification*: bounds on the values of each layer near the image; for
+  *verification*, a complete verifier refines them.
 - Table 1 of Hu et al. 2023 and table 2 of Huang et al. 2021 also report networks of earlier papers; their figures are
   those of the table.
 - "Prach et al. 2024, logs": the last epoch of the training logs of the authors' code at 01e3f2a, for "1-Lipschitz
   Layers Compared" (arXiv 2311.16833); for each layer the size, XS, S or M, that certifies most test images at 36/255.
 - *attacked*: accuracy under the attack of the source at the first ε.
-- Certificates of other libraries leave round-off aside. Their global and local constants, and the layers of CPL, use
-  power iteration, which bounds norms from above only once it has converged. Each file states the assumptions of its
+- Certificates of other libraries ignore round-off. Their global and local constants, and the layers of CPL, use
+  power iteration, whose result is below the norm until it has converged. Each file states the assumptions of its
   certificate.
 
 ## Commands
 
-What prints the shares of lipcert's networks, with CIFAR-10's test images as a tar file or a folder:
+These commands print the shares of lipcert's networks, with CIFAR-10's test images as a tar file or a folder:
 """
 _KINDS = "Certificates of the network itself", "Smoothed classifiers", "Published as certified, but no bound"
 _TYPES: dict[str, Any] = {

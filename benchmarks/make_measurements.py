@@ -22,8 +22,8 @@ PICTURE = ROOT / "docs" / "pictures" / "certified.svg"
 DARK = PICTURE.with_name("certified-dark.svg")
 HEAD = """# Measurements
 
-Made by `benchmarks/make_measurements.py` from the files in `benchmarks/results`, which name the machine that each
-measurement ran on. Shares are of the images that are stated. ε is in ℓ2, on pixels in [0, 1].
+`benchmarks/make_measurements.py` makes this page from the files in `benchmarks/results`, which name the machine of each
+measurement. Shares refer to the stated images. ε is in ℓ2, on pixels in [0, 1].
 """
 _COLOURS = ("#CC79A7", "#0072B2", "#009E73")
 
@@ -89,11 +89,12 @@ def _accuracy() -> str:
         auto = [f"{strong['images']:,}", percent(strong["pgd"]), percent(strong["accuracy"])] if strong else ["–"] * 3
         seconds = f"{one['cpu_seconds_a_verdict']:.2g}"
         rows.append([f"`{name}`", f"{one['images']:,}", percent(one["pgd"]), percent(one["limit"]), seconds, *auto])
-    text = """Certified shares are on the [leaderboard](leaderboard.md). Accuracy under PGD and AutoAttack is an
-estimate from above, and so is the first-order limit, the share that margins and gradients at the pixels alone would
-certify. AutoAttack attacked what PGD left of the first images of the shuffle.
+    text = """Certified shares are on the [leaderboard](leaderboard.md). The accuracies under PGD and AutoAttack are
+upper bounds. `limit` is the share of images that are classified correctly and whose first-order limit, margin over
+gradient norm, exceeds ε; no method but `smoothing` certifies more. AutoAttack attacked those of the first images of the
+shuffle that PGD had not broken.
 """
-    columns = ["network", "images", "PGD", "limit", "CPU s a verdict", "AutoAttack on", "PGD there", "AutoAttack"]
+    columns = ["network", "images", "PGD", "limit", "CPU s per verdict", "AutoAttack on", "PGD there", "AutoAttack"]
     return section("Attacks on CIFAR-10 at ε = 36/255", columns, rows, text)
 
 
@@ -109,11 +110,11 @@ def _attacked() -> str:
         for kind in ("programs", "arguments")
     )
     text = f"""{campaign["trials"]:,} radii of {campaign["networks"]} random networks were attacked;
-{len(campaign["violations"])} were broken. The ratios are those of the distance at which the attack
-changed the prediction to the radius: below 1 a certificate is false.
+{len(campaign["violations"])} were broken. A ratio is the distance at which the attack changed the prediction, divided
+by the radius; a ratio below 1 means a false certificate.
 
-`benchmarks.fuzz` draws programs from torch's tensor API, and attacks what is certified; it calls
-single operations with odd arguments, and measures what is claimed of them: {counted}.
+`benchmarks.fuzz` draws programs from torch's tensor API and attacks their certificates. It also calls
+single operations with unusual arguments and compares their bounds with measurements: {counted}.
 """
     columns = ["method and arithmetic", "radii", "prediction changed", "smallest ratio", "median ratio"]
     return section("Radii under attack", columns, rows, text)
@@ -137,12 +138,12 @@ def _networks() -> list[str]:
         for key, found in read("networks").items()
         for eps, one in found["eps"].items()
     ]
-    text = """The first images of the shuffle, α = 0.001. The networks are smoothed behind `--denoiser natural`, weights
-unchanged, with σ chosen by `--sigma auto`; the LiResNet, of CIFAR-10, is certified by its Lipschitz bound. `clean` is
-the accuracy without noise, `smoothed` that of the smoothed classifier; abstentions are wrong, also of images whose
-draws ended early because a certificate was improbable.
+    text = """The images are the first of the shuffle; α = 0.001. The pretrained networks are smoothed with
+unchanged weights, with `--denoiser natural` and the σ of `--sigma auto`. The LiResNet, on CIFAR-10, is certified by its
+Lipschitz bound. `clean` is the accuracy without noise, `smoothed` the accuracy of the smoothed classifier. Abstentions
+count as misclassified, including those of images whose draws ended early because a certificate was improbable.
 """
-    columns = ["network", "clean", "ε", "σ", "smoothed", "certified", "draws an image", "CPU s an image"]
+    columns = ["network", "clean", "ε", "σ", "smoothed", "certified", "draws per image", "CPU s per image"]
     return [section("Pretrained networks as they are", columns, rows, text)]
 
 
@@ -156,8 +157,9 @@ def _journeys() -> list[str]:
         for step in journey["steps"]
     ]
     text = (
-        "With default names, from an empty folder, on few images: `convert` and each command that it leads to by "
-        "advice, then the others in turn. Wall seconds of one run, on two cores that other jobs shared.\n"
+        "Each journey starts in an empty folder and uses default names and few images: `convert`, the commands\n"
+        "that each command advises to run next, then the other commands in turn. Times are wall seconds of one run,\n"
+        "on two cores shared with other jobs.\n"
     )
     return [section("From a name to a card", ["network", "command", "s", "last line"], rows, text)]
 
