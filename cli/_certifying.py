@@ -154,7 +154,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     # Before loading: in another rounding mode the model's file would look damaged.
     check_environment(torch.device("cpu"))
     weights = plan.source.checkpoint
-    label = source.label + (f", weights {weights.name}" if weights else "")
+    label = source.label + (f", weights {weights.name or weights.absolute().name}" if weights else "")
     loaded = load_model(source, plan.source, denoiser=plan.denoiser, of_several=plan.several_models)
     random = untrained(loaded.net, plan.source)
     if random:

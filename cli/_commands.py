@@ -174,8 +174,13 @@ class _Command(typer.core.TyperCommand):
         if long := next((one for one in args if one.startswith(("–", "—"))), None):
             ctx.fail(f"{long} begins with a long dash; type --{long.lstrip('–—')}")
         if not ctx.resilient_parsing:
-            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            values, _, order = self.make_parser(ctx).parse_args(list(args))
             one: Any
+            for one in order:
+                if getattr(one, "opts", None) and one.param_type_name == "option" and values.get(one.name) == "":
+                    ctx.fail(
+                        f"{one.opts[0]} has an empty value, as of a variable that is not set; give one, or leave it out"
+                    )
             for one, times in Counter(order).items():
                 combines = one.param_type_name == "argument" or one.multiple or (one.is_flag and not one.secondary_opts)
                 if times > 1 and not combines:

@@ -329,7 +329,8 @@ def test_results_name_the_model_and_its_file_and_not_why_it_was_chosen(folder):
 
 
 def test_names_that_a_script_left_empty_or_made_too_long(folder):
-    assert "the data set has an empty name" in refused("certify", "--data", "", "--eps", "0.1")
+    for option in ("--data", "--labels", "--checkpoint", "--out"):
+        assert f"{option} has an empty value" in refused("certify", "--eps", "0.1", option, "")
     assert "give a shorter one" in refused("certify", "digits-vit", "--eps", "0.1", "--out", "x" * 245 + ".jsonl")
     words = ("convert", "test_vit", "--no-pretrained", "--out")
     for name in ("k.pt", "k.onnx"):
@@ -628,6 +629,8 @@ def test_bars_are_for_terminals_only(monkeypatch, capsys):
 def test_models_that_cannot_be_had(artifact, command):
     Path("damaged.pth").write_bytes(b"damaged")
     assert "did you mean" in refused(*command, "vit_tiny_patch16_225")
+    assert "did you mean vit_tiny_patch16_224" in refused(*command, "VIT_TINY_PATCH16_224")
+    assert "b.png is an image, and stands where a model is named" in refused(*command, "b.png")
     assert "there is no file" in refused(*command, "none.safetensors")
     assert "damaged" in refused(*command, "damaged.pth")
     assert "--no-pretrained" in refused(*command, "model.safetensors", "--no-pretrained")

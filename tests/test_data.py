@@ -206,7 +206,12 @@ def test_paths_without_images(tmp_path):
     refused(tmp_path / "empty", "holds no images")
     refused("", "empty name", "leave --data out")
     (tmp_path / "x.txt").write_bytes(picture(0))
-    refused(tmp_path / "x.txt", "neither an image nor a folder or a .tar")
+    refused(tmp_path / "x.txt", "neither a folder or .tar of images nor an image (.apng")
+    refused("https://x.org/images.zip", "download it first")
+    (tmp_path / "link").symlink_to("nowhere")
+    refused(tmp_path / "link", "a link to nowhere")
+    refused(f"{tmp_path}:", "there is no image")
+    refused(write(tmp_path / "batches", {"test_batch": b"\x80\4"}), "no suffix; give a folder", "torch/NAME")
     refused(write(tmp_path / "mixed", {**CLASSES, "0.png": picture(0)}), "beside")
 
 

@@ -73,6 +73,8 @@ def refused(*parts: str, **options) -> None:
         (("train", "dev"), "certify", "dev"),
         (("train", "Validation"), "certify", "Validation"),
         (("seg_train", "seg_test"), "certify", "seg_test"),
+        (("seg_train/seg_train", "seg_test/seg_test"), "certify", "seg_test"),
+        (("train_2012", "val_2012", "original"), "certify", "val_2012"),
         (("train2017", "val2017"), "train", "train2017"),
         (("train",), "certify", "train"),
         (("data/train", "data/test"), "certify", "test"),
@@ -99,6 +101,36 @@ def test_where_labels_are_not_needed_folders_are_no_classes(tmp_path, files, pur
     assert not images.labelled
     assert sorted(images.file(index) for index in range(len(images))) == read
     assert images.class_names == {}
+
+
+def test_folders_with_equal_parts_are_said_to_be_classes_of_which_one_may_be_meant(tmp_path):
+    for names, parts in (("fold_0 fold_1", "a b"), ("images masks", "a b"), ("cat test_dog", "day night")):
+        root = write(tmp_path / names, *(f"{top}/{part}/1.png" for top in names.split() for part in parts.split()))
+        images = open_images(root, model())
+        assert {*labels(images).values()} == {0, 1}
+        assert any(f"each has the folders {parts.replace(' ', ', ')}" in note for note in images.notes)
+    assert not open_images(write(tmp_path / "x", "a/1/1.png", "a/2/1.png", "b/1/1.png"), model()).notes
+
+
+def test_a_folder_of_annotations_is_no_class(tmp_path):
+    root = write(tmp_path / "coco", "val2017/1.png", "val2017/2.png", "annotations/")
+    images = open_images(root, model())
+    assert (images.split, images.labelled) == ("val2017", False)
+
+
+def test_images_without_classes_beside_the_splits_are_no_class(tmp_path):
+    parts = ("train/seg_train/a", "train/seg_train/b", "test/seg_test/a", "test/seg_test/b", "pred/seg_pred")
+    images = open_images(write(tmp_path / "intel", *(f"seg_{part}/1.png" for part in parts)), model())
+    assert (images.split, labels(images)) == ("seg_test", {"a/1.png": 0, "b/1.png": 1})
+
+
+@pytest.mark.parametrize("sign", [" ", ",", "\t"])
+def test_names_in_a_list_may_hold_the_sign_between_columns(tmp_path, sign):
+    root = write(tmp_path / "r", f"my{sign}cat.png", f"my{sign}{sign}dog.png")
+    (tmp_path / "l.txt").write_text(f"my{sign}cat.png{sign}1\nmy{sign}{sign}dog.png{sign}0\n")
+    assert [*labels(open_images(root, model(), labels=tmp_path / "l.txt")).values()] == [0, 1]
+    (tmp_path / "l.txt").write_text(f"my{sign}cat.png{sign}big{sign}cat\nmy{sign}{sign}dog.png{sign}small{sign}dog\n")
+    refused("it needs one of file names", spec=root, labels=tmp_path / "l.txt")
 
 
 def test_a_split_that_is_named(tmp_path):
@@ -371,7 +403,7 @@ def test_an_archive_behind_another_and_archives_in_one_are_not_left_out(tmp_path
     refused("another archive follows its end", spec=tmp_path / "ab.tar")
     with tarfile.open(tmp_path / "all.tar", "w") as archive:
         archive.add(tmp_path / "a.tar", "a.tar")
-    refused("files that end in .tar; unpack", spec=tmp_path / "all.tar")
+    refused("other files: .tar; unpack", spec=tmp_path / "all.tar")
 
 
 def test_one_label_is_not_that_of_two_files(tmp_path):
@@ -562,6 +594,15 @@ def test_of_two_columns_of_labels_the_one_that_is_left_out_is_named(tmp_path):
         (b"../.git/annex/objects/x", "git annex get"),
         (b"<!DOCTYPE html><html>", "web page"),
         (b"\0\0\0\x18ftypheic", "HEIC"),
+        (b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
+        (b"\xff\x0a\0\x10", "JPEG XL"),
+        (bytes(128) + b"DICM\2\0", "DICOM"),
+        (b"<?xml version='1.0'?>\n<!-- drawn -->\n<svg xmlns='x'/>", "SVG"),
+        (b"\x93NUMPY\1\0v\0{", "holds arrays"),
+        (b"\x89HDF\r\n\x1a\n", "holds arrays"),
+        (b"\x80\x04\x95", "holds arrays"),
+        (b"\0\0\x08\3\0\0\x27\x10", "holds arrays"),
+        (b"PK\3\4" + bytes(26) + b"x/data.pkl", "holds arrays"),
         (b"", "is empty"),
         (b"PK\x03\x04\x14", "workbook"),
         (b"\xd0\xcf\x11\xe0\xa1", "Office"),

@@ -153,7 +153,7 @@ def test_what_holds_code_is_converted_by_the_command_that_is_named(tmp_path):
     np.savez(tmp_path / "w.npz", **state)
     assert torch.equal(converted(refused(tmp_path / "w.npz"), tmp_path)["fc.weight"], STATE["fc.weight"])
     with (tmp_path / "w.npz").open("rb") as images:
-        assert formats.told(images, "w.npz") == "w.npz is of NumPy; give its arrays to lipcert.certify in Python"
+        assert formats.told(images, "w.npz") == formats.told(io.BytesIO(b"\x93NUMPY"), "w.npz")
 
 
 @pytest.mark.parametrize("metadata", [{"epoch": 3, "format": "pt"}, {"training": {"lr": 0.1}}, {"done": True}])

@@ -126,3 +126,10 @@ def test_what_cannot_be_done_is_refused(wrong):
     (name, value) = next(iter(wrong.items()))
     result = run("certify", "--eps", "1", f"--{name.replace('_', '-')}={value}", code=2)
     assert result.stderr.count("\n") == 1
+
+
+def test_a_decimal_comma_is_told_as_such():
+    with pytest.raises(InputError, match=r"mean 0, 5 is for .*: decimals have a point, 0\.5"):
+        Preprocessing(mean="0,5")
+    with pytest.raises(InputError, match=r"divide by 255, mean 0\.5,0\.5,0\.5"):
+        Preprocessing(mean="127.5,127.5,127.5")

@@ -197,12 +197,18 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     says({**state, "fc.weight": state["fc.weight"].to_sparse()}, "fc.weight is no dense")
     says({"optimizer": {"state": {}}, "epoch": 3}, "no state dict, but the keys optimizer, epoch")
     says({"epoch": 3, "model": net, "best": np.float64(0.5)}, "under 'model' a module", "['model'].state_dict()")
-    says([state], "no state dict, but a list; if they are one of its entries", "[NUMBER]")
+    says([state], "no state dict, but a list; if weights are one of its entries", "[NUMBER]")
     says(timm.create_model("test_vit", num_classes=3).state_dict(), "of another network or library")
     says({**state, "conv1.weight._data": torch.ones(1), "conv1.weight._scale": torch.ones(1)}, "quantised weights")
     encoder = {f"encoder.{key}": value for key, value in state.items() if not key.startswith("fc.")}
     head = {"c.0.weight": torch.ones(8, 512), "c.0.bias": torch.ones(8)}
-    says({**encoder, **head, "c.2.weight": torch.ones(3, 8), "c.2.bias": torch.ones(3)}, "without a classifier")
+    says(
+        {**encoder, **head, "c.2.weight": torch.ones(3, 8), "c.2.bias": torch.ones(3)},
+        "if those beside it are its classifier, build",
+        "if it has none, train",
+    )
+    says({**encoder, "pos_weight": torch.ones(3)}, "without a classifier; train")
+    says(timm.create_model(NAME, num_classes=3, in_chans=1).state_dict(), "give in_chans=1")
     says({**encoder, "c.weight": torch.ones(3, 512), "c.bias": torch.ones(3)}, "another name than the model's: rename")
     after_dropout = {key.replace("fc.", "fc.1."): value for key, value in state.items()}
     says(after_dropout, "its classifier has other layers than the model's: build the network with them in Python")

@@ -197,8 +197,9 @@ class LabelList:
             if len(found) > 1:
                 others = listing([f"{self.head[number]} (column {number + 1})" for number in found[1:]])
                 self.described += f", by its column {found[0] + 1}, {self.head[found[0]]}, and not by {others}"
-        elif rows and all(len(row) == 2 and os.path.splitext(row[0])[1] for row in rows):
-            found = [1]
+        elif rows and all(len(row) > 1 and re.search(r"\.\w+$", row[-2]) for row in rows):
+            rows, found = [[sign.join(row[:-1]), row[-1]] for row in rows], [1]  # names may hold the sign
+            self.head = self.plain = rows[0]
         else:
             raise InputError(
                 f"{path} has the columns {listing(self.head) or 'none'}; it needs one of file names, called filename, "

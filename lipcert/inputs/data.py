@@ -45,6 +45,7 @@ _MODES = {1: "L", 3: "RGB"}
 
 # Formats that are decoded, whatever a file's name says. Pillow hands others, such as EPS, to programs of the system.
 _FORMATS = ("BMP", "GIF", "JPEG", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+_KINDS = f"({', '.join(sorted(SUFFIXES))})"
 # Resizing the shorter side of a longer strip to the model's input would take gigabytes.
 _LONGEST = 1000
 # The share of the resized image that is cut out; a tiny one asks for a resized image of gigabytes.
@@ -413,7 +414,8 @@ class _ReadImages(Images):
                     known = told(file, self._name(index))
                 if known:
                     raise InputError(known) from error
-            raise InputError(f"cannot read the image {self._name(index)}: {reason}; {remedy}") from error
+            remedy = "" if ";" in reason else f"; {remedy}"
+            raise InputError(f"cannot read the image {self._name(index)}: {reason}{remedy}") from error
 
     def sizes(self, count: int) -> list[tuple[int, int]]:
         sizes: list[tuple[int, int]] = []
@@ -460,7 +462,7 @@ def _files_of(path: Path, spec: str) -> Files:
         return Files(spec, lambda name: path.open("rb"), [path.name])
     if not path.is_dir() and path.suffix.lower() != ".tar":
         raise InputError(
-            _told(path) or f"{spec} is neither an image nor a folder or a .tar of images; give one of them"
+            _told(path) or f"{spec} is neither a folder or .tar of images nor an image {_KINDS}; give one of them"
         )
     try:
         files = in_folder(path, spec) if path.is_dir() else in_tar(path, spec)
@@ -473,9 +475,10 @@ def _files_of(path: Path, spec: str) -> Files:
             f"{spec} is no uncompressed tar file, or is damaged: {first_line(error)}; copy it again, or unpack it"
         ) from error
     if not files.images:
-        others = f"; it has files that end in {listing(sorted(files.others))}" if files.others else ""
-        remedy = "unpack the archives in it" if ".tar" in files.others else "give a folder of such files"
-        raise InputError(f"{spec} holds no images ({', '.join(sorted(SUFFIXES))}){others}; {remedy}")
+        others = f", but other files: {listing(sorted(files.others))}" if files.others else ""
+        remedy = "give a folder of images, or torch/NAME or hfds/NAME; arrays are given to lipcert.certify in Python"
+        remedy = "unpack the archives in it" if files.others.keys() & {".tar", ".gz", ".zip", ".tgz"} else remedy
+        raise InputError(f"{spec} holds no images {_KINDS}{others}; {remedy}")
     return files
 
 

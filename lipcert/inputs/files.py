@@ -120,12 +120,12 @@ def place_of(spec: str) -> tuple[Path, str, str | None]:
     if os.path.exists(spec):
         return Path(spec), spec, None
     place, colon, split = spec.rpartition(":")
-    if colon and os.path.exists(place):
+    if colon and split and os.path.exists(place):
         return Path(place), place, split
     if not spec.strip():
         raise InputError("the data set has an empty name; give a folder, or leave --data out for the bundled images")
-    kinds = " and ".join(f"{kind}/" for kind in KINDS)
-    raise InputError(f"there is no image, folder or .tar file {spec}; data sets by name start with {kinds}")
+    named = "" if os.path.islink(spec) or "://" in spec else f"; data sets by name start with {'/ and '.join(KINDS)}/"
+    raise InputError(str(no_file(spec, named)).replace("there is no file", "there is no image, folder or .tar file"))
 
 
 @contextmanager

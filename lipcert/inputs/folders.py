@@ -42,7 +42,7 @@ _WORDS = {
     "val": "val(?:id(?:ation)?)?|dev|eval|holdout",
     "test": "test(?:ing)?",
 }
-_SPLITS = {split: rf"(?:{words})[\W_]?(?:set|data|images)?" for split, words in _WORDS.items()}
+_SPLITS = {split: rf"(?:{words})[\W_]?(?:set|data|images|\d{{4}})?" for split, words in _WORDS.items()}
 # The splits that a purpose takes, in this order.
 WANTED = {"train": ("train",), "certify": ("val", "test", "train"), "calibrate": ("train",), "predict": ()}
 _UNLABELLED = frozenset(("calibrate", "predict"))
@@ -85,6 +85,10 @@ class Files:
     def tops(self) -> list[str]:
         """The folders directly below the root, in natural order."""
         return natural([path for path in self.folders if "/" not in path])
+
+    def parts(self) -> Counter[str]:
+        """The names of the folders in the first folders, and in how many of these each is."""
+        return Counter(path.partition("/")[2] for path in sorted(self.folders) if path.count("/") == 1)
 
     def wrapper(self) -> str | None:
         """The one folder that all images are in; None where there are several, or images beside it."""
@@ -170,7 +174,7 @@ class ImageFiles:
         self.targets: Sequence[int] | None = None
         self.purpose, self.count, self.known = purpose, count, known
         self.split, files, self.trained = _split_of(files, purpose, split)
-        self.files = files = files if purpose in _UNLABELLED else self._unwrapped(files)
+        self.files = files = files if purpose in _UNLABELLED else _unwrapped(files)
         self.samples = natural(files.images)
         if labels is not None:
             self._label_by_list(labels, classes)
@@ -180,26 +184,15 @@ class ImageFiles:
             named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(files.others.items()))
             self.notes.append(f"{sum(files.others.values())} files of other formats are left out: {named}")
 
-    def _unwrapped(self, files: Files) -> Files:
-        """Goes into a single folder that holds all images and is no class."""
-        while (top := files.wrapper()) is not None:
-            inner = files.below(top)
-            stem = os.path.splitext(os.path.basename(files.spec.rstrip("/")))[0]
-            wraps = files.archive or top.lower() in CONTAINERS or top == stem or are_wordnet_ids(inner.tops())
-            if not wraps or any("/" not in path for path in inner.images):
-                while (deeper := inner.wrapper()) is not None:
-                    inner = inner.below(deeper)
-                if len(inner.tops()) > 1:
-                    self.notes.append(
-                        f"all images lie in one folder, {printable(top)}, which gives no labels; if the folders of "
-                        f"{inner.spec} are the classes, give that"
-                    )
-                break
-            files = inner
-        return files
-
     def _label_by_folder(self, classes: str | os.PathLike[str] | None) -> None:
-        names = self.files.tops()
+        names, inner = self.files.tops(), self.files
+        while (top := inner.wrapper()) is not None:
+            inner = inner.below(top)
+        if inner is not self.files and len(inner.tops()) > 1:
+            self.notes.append(
+                f"all images lie in one folder, {printable(names[0])}, which gives no labels; if the folders of "
+                f"{inner.spec} are the classes, give that"
+            )
         beside = sum("/" not in path for path in self.samples)
         if 0 < beside < len(self.samples):
             one = printable(next(path for path in self.samples if "/" not in path))
@@ -220,6 +213,12 @@ class ImageFiles:
         tops = [path.partition("/")[0] for path in self.samples]
         numbers = self._numbers(names, {*tops}, classes)
         self.targets = [numbers[top] for top in tops]
+        everywhere = [part for part, times in self.files.parts().items() if times == len(names) > 1]
+        if len(everywhere) > 1:
+            self.notes.append(
+                f"labels follow the first folders, {listing(names)}, of which each has the folders "
+                f"{listing(everywhere)}; if those are the classes, give one of the first; if splits, move them above"
+            )
 
     def _numbers(self, names: list[str], used: set[str], classes: str | os.PathLike[str] | None) -> dict[str, int]:
         """The number of each class: by a list, by the names that the model knows, as in training, or in order."""
@@ -291,6 +290,18 @@ class ImageFiles:
         return self.samples[index]
 
 
+def _unwrapped(files: Files) -> Files:
+    """Goes into single folders that hold all images and are no class."""
+    while (top := files.wrapper()) is not None:
+        inner = files.below(top)
+        stem = os.path.splitext(os.path.basename(files.spec.rstrip("/")))[0]
+        wraps = files.archive or top.lower() in CONTAINERS or top == stem or are_wordnet_ids(inner.tops())
+        if not wraps or any("/" not in path for path in inner.images):
+            break
+        files = inner
+    return files
+
+
 def split_in(folder: str, whole: bool = False) -> str | None:
     """The split that a folder's name is, or that a word in it means, as in ``seg_train`` or ``val2017``."""
     name = folder.lower()
@@ -304,18 +315,23 @@ def _splits_of(files: Files) -> dict[str, str]:
     """The folder of each split, if all folders with images are named like splits, or those that are share classes."""
     used = {path.partition("/")[0] if "/" in path else "" for path in files.images}
     tops = [name for name in files.tops() if name in used]
-    inner = {name: {*map(composed, files.below(name).tops())} for name in tops if split_in(name)}
+    inner = {name: {*map(composed, _unwrapped(files.below(name)).tops())} for name in tops if split_in(name)}
     if not inner or "" in used:
         return {}
     if len(inner) < len(tops) or not all(split_in(name, whole=True) or inner[name] for name in tops):
-        inner = {name: classes for name, classes in inner.items() if split_in(name, whole=True)}
-        if any(classes & {*map(composed, tops)} for classes in inner.values()):
-            split = next(iter(inner))
+        whole = [name for name in inner if split_in(name, whole=True)]
+        if any(inner[name] & {*map(composed, tops)} for name in whole):
+            split = whole[0]
             raise InputError(
                 f"{files.spec} has class folders and a split, {split}, with the same classes; give the folder of one "
                 f"split, such as {files.spec.rstrip('/')}/{split}"
             )
-        if not any(a & b for a in inner.values() for b in inner.values() if a is not b):
+        beside = {path.partition("/")[2] for path in files.folders if path.partition("/")[0] not in inner}
+        for some, parts in ((whole, {""}), ([*inner], beside)):  # parts of classes, too, may have the same names
+            if any(inner[a] & inner[b] - parts for a in some for b in some if split_in(a) != split_in(b)):
+                inner = {name: inner[name] for name in some}
+                break
+        else:
             return {}
     folders: dict[str, str] = {}
     for name in inner:
@@ -343,4 +359,4 @@ def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | 
         lacks = f"no split {split}" if split is not None else "no training images"
         have, one = ", ".join(folders.values()), next(iter(folders.values()))
         raise InputError(f"{files.spec} has {lacks}, only {have}; name one: {files.spec}:{one}")
-    return chosen, whole.below(chosen), whole.below(folders["train"]).tops() if "train" in folders else []
+    return chosen, whole.below(chosen), _unwrapped(whole.below(folders["train"])).tops() if "train" in folders else []

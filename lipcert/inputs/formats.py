@@ -28,7 +28,7 @@ _TRUSTED = "; if you trust it, convert it by Python, which then runs what it hol
 _LOADED = "torch.load(sys.argv[1], weights_only=False)"
 RESAVE = _TRUSTED.format(_LOADED)
 STATE = _TRUSTED.format(_LOADED + ".state_dict()")
-_ALONE = "; if they are {} and you trust the file, save them alone: "
+_ALONE = "; if weights are {} and you trust the file, save them alone: "
 OF_KEY = _ALONE.format("under one of its keys") + _PYTHON.format(_LOADED + "['KEY']")
 OF_ENTRY = _ALONE.format("one of its entries") + _PYTHON.format(_LOADED + "[NUMBER]")
 _TENSORS = "torch.utils._pytree.tree_map(lambda x: torch.tensor(x) if hasattr(x, 'dtype') else x, {})"
@@ -59,6 +59,7 @@ METADATA = (
     "open('weights.safetensors', 'wb').write(len(h).to_bytes(8, 'little') + h + b[n:])\" {path}"
 )
 
+_ARRAYS = "holds arrays, or objects of Python; give images and labels to lipcert.certify in Python"
 # By the first bytes of any file.
 _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"\0*$", "is empty, or holds zeros alone; download it again"),
@@ -69,6 +70,10 @@ _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"(outs|md5):\s", "is a DVC pointer, not the file itself; get that by dvc pull"),
     (rb"(?i)\s*(<!doctype html|<html|<head)", "is a web page, such as an error or a login; download the file again"),
     (rb"(?s)\s*(<\?xml[^>]*>\s*)?<net ", "is a model of OpenVINO" + _MADE_OF),
+    (
+        rb"(?s)\s*(<(\?xml|!--|!DOCTYPE svg).*)?<svg|.{4}(ftyp|JXL |jP  )|\xff(\x0a|\x4f\xff\x51)|.{128}DICM|8BPS",
+        "is SVG, HEIC, AVIF, JPEG XL, JPEG 2000, DICOM, Photoshop's or a video; convert it to PNG or JPEG images",
+    ),
     (rb"\s*<", "is XML, such as a server's error; download the file again"),
     (rb"\x1f\x8b", "is compressed by gzip; unpack it: gunzip {path} (of a .tar.gz: tar xf {path})"),
     (rb"BZh", "is compressed by bzip2; unpack it: bunzip2 {path} (of a .tar.bz2: tar xf {path})"),
@@ -79,14 +84,15 @@ _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"7z\xbc\xaf\x27\x1c", "is a 7z archive; unpack it: 7z x {path}"),
     (rb"Rar!", "is a RAR archive; unpack it: unrar x {path}"),
     (rb"(?s).{257}ustar", "is a tar archive; unpack it: tar xf {path}"),
-    (rb"(?s)PK\x03\x04.{26}[\w./-]+\.npy", "is of NumPy; give its arrays to lipcert.certify in Python"),
+    (rb"(?s)PK\x03\x04.{26}[\w./-]+(\.npy|/data\.pkl)", _ARRAYS),
     (rb"PK\x03\x04", "is a zip archive, as workbooks of Excel are; unpack it, or save the workbook as CSV (UTF-8)"),
     (rb"\xd0\xcf\x11\xe0", "is a document of an older Office; save it as CSV (UTF-8)"),
     (rb"PAR1|ARROW1|SQLite", "is a table of Parquet, Arrow or SQLite; export it as CSV, or its images as files"),
     (rb"%PDF", "is a PDF; give the file itself"),
-    (rb"(?s).{4}ftyp", "is HEIC, AVIF or a video; convert it to PNG or JPEG images"),
     (rb"\x7fELF|MZ|#!", "is a program; give the file itself"),
 )
+# By the first bytes of a file of images or a list.
+_OF_ARRAYS = ((rb"\x93NUMPY|\x89HDF|MATLAB|\x80[\x02-\x05]|\0\0[\x08\x09\x0b-\x0e][\x01-\x04]", _ARRAYS),)
 # By the first bytes of a file of weights.
 _MODELS: tuple[tuple[bytes, str], ...] = (
     (rb"\x08\x01\x12", "is a SavedModel of TensorFlow" + _MADE_OF),
@@ -165,7 +171,7 @@ def _known(head: bytes, kinds: Collection[tuple[bytes, str]]) -> str | None:
 
 def told(file: BinaryIO, name: object) -> str | None:
     """What a file is that is no image and no list, and what to do; None of other files."""
-    text = _known(file.read(_HEAD), _ANY)
+    text = _known(file.read(_HEAD), (*_ANY, *_OF_ARRAYS))
     return text and _said(name, text)
 
 

@@ -41,6 +41,7 @@ _FOREIGN = (
     (r"\.aux_bn\.", "its split batch normalisation is for training alone; save it without tensors of aux_bn"),
     (r"(^|[._])reparam", "its branches were fused, as by reparameterize_model; give the weights from before that"),
 )
+_MADE = "build the network with them in Python, and give lipcert.load the module"
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")  # of timm, for names of others
 _POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What has as many entries as an image has channels, and is not in front of a network.
@@ -158,19 +159,23 @@ class _Difference:
             shapes = Counter(self.state[key].shape for key in self.outside)
             if not Counter(tensors[key].shape for key in heads) - shapes:
                 return "its classifier has another name than the model's: rename it"
-            classes = as_given("num_classes=N", "--model-args num_classes=N")
-            return f"it is a backbone without a classifier; train one by finetune, with {classes}"
+            train = "train one by finetune, with " + as_given("num_classes=N", "--model-args num_classes=N")
+            if any(self.state[key].dim() == 2 for key in self.outside):
+                return f"if those beside it are its classifier, {_MADE}; if it has none, {train}"
+            return f"it is a backbone without a classifier; {train}"
         if foreign is not None:
             return foreign
         if 4 * len(found.keys() & tensors.keys()) < len(tensors):
             return "its names are those of another network or library; give its timm name, or lipcert.load its module"
         if classifier and {*missing} <= heads:
-            made = "build the network with them in Python, and give lipcert.load the module"
-            return f"its classifier has other layers than the model's: {made}"
+            return f"its classifier has other layers than the model's: {_MADE}"
         if missing and {*missing} <= heads:
             return "it has no classifier; save it without those that are too many, and train one by finetune"
         if self.kinds:
             return "quantised weights are not read; give those that they were made of"
+        first = next((self.shapes[key] for key in self.other), ((), ()))
+        if len(self.other) == 1 and not (missing or extra) and first[1][1:] == (3, *first[0][2:]):
+            return "give " + as_given(f"in_chans={first[0][1]}", f"--model-args in_chans={first[0][1]}")
         return "give the timm name and arguments it was made with"
 
 

@@ -95,11 +95,10 @@ def check_scale(mean: Any, std: Any) -> None:
     """Refuses the normalisation of pixels from 0 to 255: lipcert's are in [0, 1]."""
     for name, numbers, how_many in (("mean", mean, any), ("std", std, all)):
         if numbers is not None and how_many(abs(x) > _LARGEST_PIXEL for x in numbers):
-            right = ",".join(f"{x / 255:.6g}" for x in numbers)
-            raise InputError(
-                f"{name} {', '.join(f'{x:.6g}' for x in numbers)} is for pixels from 0 to 255, and these are in "
-                f"[0, 1]: divide by 255, {name} {right}"
-            )
+            remedy = f"divide by 255, {name} {','.join(f'{x / 255:.6g}' for x in numbers)}"
+            remedy = "decimals have a point, 0.5" if len(numbers) == 2 else remedy
+            given = ", ".join(f"{x:.6g}" for x in numbers)
+            raise InputError(f"{name} {given} is for pixels from 0 to 255, and these are in [0, 1]: {remedy}")
 
 
 def preprocessing(model: Model, files: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import mimetypes
 import os
 import re
 import sys
@@ -62,6 +63,8 @@ class Source:
             return Source(str(shipped), name, file=True, shipped=True)
         if text.startswith((*HUB, FOLDER)):
             return Source(text, text)
+        if (mimetypes.guess_type(text)[0] or "").startswith("image/"):
+            raise LoadError(f"{text} is an image, and stands where a model is named; --data takes one, or their folder")
         suffix, folder = Path(text).suffix.lower() in WEIGHTS, os.path.isdir(text) and text not in architectures()
         if not (suffix or folder or isinstance(given, Path) or os.sep in text or os.path.isfile(text)):
             named = Source(text, text)
@@ -132,7 +135,7 @@ def unknown(name: str, names: Iterable[str]) -> str:
     """The message on a name that timm does not have, with similar ones."""
     if re.fullmatch(r"-?\d*\.?\d+", name):
         return f"{name} stands where a model is named; several numbers of one option have commas between: 0.5,0.5,0.5"
-    close = difflib.get_close_matches(name.partition(".")[0], list(names), n=3)
+    close = difflib.get_close_matches(name.partition(".")[0].lower(), list(names), n=3)
     with suppress(OSError):  # a file without the end of its name
         files = [file for file in sorted(os.listdir()) if name.strip() and Path(file).suffix.lower() in WEIGHTS]
         close = [file for file in files if file.startswith(name)][:1] + close

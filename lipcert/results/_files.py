@@ -104,7 +104,8 @@ class ResultFile:
         except BaseException as error:
             self._close()
             if isinstance(error, OSError):
-                raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+                remedy = "give a file in another folder"
+                raise InputError(f"cannot write {self.path}: {error.strerror or error}; {remedy}") from error
             raise
 
     def __enter__(self) -> ResultFile:
