@@ -68,10 +68,10 @@ def check_model(run: Run, model: Model) -> None:
 
 
 def sample(run: Run, count: int | None) -> list[Mapping[str, Any]]:
-    """``count`` rows, chosen at random but the same in every call; all rows for None."""
+    """``count`` rows, drawn by the system's generator, as nobody may know them before; all rows for None."""
     if count is None or count >= len(run):
         return list(run.rows)
-    return [run.rows[i] for i in sorted(random.Random(0).sample(range(len(run)), count))]
+    return [run.rows[i] for i in sorted(random.SystemRandom().sample(range(len(run)), count))]
 
 
 def _numbers(run: Run, images: Any) -> list[int]:
