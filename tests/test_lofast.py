@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -368,12 +369,27 @@ class _Auxiliary(nn.Module):
         return (hidden := self.first(x).tanh()), self.second(hidden)
 
 
+class _Keeps(nn.Module):
+    """Keeps a copy of its output for another part of the network."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        self.kept = hidden.clone()
+        return hidden
+
+
 class _Reads(nn.Module):
     def __init__(self, block, kind):
         super().__init__()
         self.block, self.kind, self.head = block, kind, nn.Linear(4, 2)
 
     def forward(self, x):
+        if self.kind == "a copy is read":
+            return self.head(self.block(x.flatten(1))) + self.head(self.block.kept)
         if self.kind == "two outputs":
             hidden, auxiliary = self.block(x.flatten(1))
             return self.head(hidden) + auxiliary
@@ -388,14 +404,24 @@ def test_what_follows_may_write_to_the_output_of_a_place():
     assert lipcert.certify(model, torch.rand(2, 1, 2, 2), eps=0.01, at="1", method="anchored").radius.gt(0).all()
 
 
-@pytest.mark.parametrize("kind", ["two outputs", "run twice", "never run itself"])
+@pytest.mark.parametrize("kind", ["two outputs", "run twice", "never run itself", "a copy is read"])
 def test_a_place_is_refused_whose_output_is_not_what_it_computes_last(kind):
     """The radius would be that of a perturbation of another value."""
     block = {"run twice": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "two outputs": _Auxiliary()}
+    block["a copy is read"] = _Keeps()
     net = _Reads(block.get(kind, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])), kind).eval()
     model = lipcert.load(net, mean=0.0, std=1.0, input_size=(1, 2, 2))
     with pytest.raises(InputError, match="runs once and returns the tensor that it computes last"):
         lipcert.certify(model, torch.rand(2, 1, 2, 2), eps=0.01, at="block", method="anchored")
+
+
+def test_places_have_the_names_of_the_users_network():
+    """A wrapper of a user's may call its network ``net``, as lipcert's does."""
+    inner = nn.Sequential(OrderedDict(flat=nn.Flatten(), layer=nn.Linear(4, 4), act=nn.Tanh()))
+    net = nn.Sequential(OrderedDict(layer=nn.Tanh(), net=inner, head=nn.Linear(4, 2))).eval()
+    network = LoFAST(lipcert.load(net, mean=0.0, std=1.0, input_size=(1, 2, 2)).double(), at="net.layer").network
+    assert network.source.op == "linear"
+    assert LoFAST(vit(), at="net.patch_embed").network.source is not None
 
 
 def test_unknown_places_are_named():

@@ -186,10 +186,11 @@ class Network:
         return True
 
     def _output_of(self, path: str, example: Tensor) -> Node:
-        """The output of the module at ``path``, which has to be the value that it computes last."""
-        places = {node: node.path.removeprefix("net.") for node in self.graph.nodes if node.single}
-        module = path.removeprefix("net.")
-        inside = [node for node, place in places.items() if f"{place}.".startswith(f"{module}.")]
+        """The output of the module at ``path``: the value that it computes last, and all of it that is read outside."""
+        places = {node: node.path.removeprefix("net.") for node in self.graph.nodes}
+        module = path if path in dict(self.model.net.named_modules()) else path.removeprefix("net.")
+        part = [node for node, place in places.items() if f"{place}.".startswith(f"{module}.")]
+        inside = [node for node in part if node.single]
         if not inside:
             modules = dict.fromkeys(".".join(place.split(".")[:2]) for place in places.values())
             listed = ", ".join(place for place in modules if place not in ("", "net"))
@@ -207,7 +208,9 @@ class Network:
         finally:
             hook.remove()
         (last,) = self.graph.forward(self.graph.input, example[:, None], inside[-1:], {})
-        if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or not close(last[0], outputs[0], 1e-4):
+        read = {operand for node in places.keys() - part for operand in node.operands}
+        whole = len(outputs) == 1 and read.isdisjoint(inside[:-1])
+        if not whole or not isinstance(outputs[0], Tensor) or not close(last[0], outputs[0], 1e-4):
             raise InputError(
                 f"at={path!r} needs a module that runs once and returns the tensor that it computes last; "
                 "name one inside it, or before or after it"
