@@ -28,7 +28,7 @@ from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.data import open_images
 from lipcert.settings import CertifySettings
 from lipcert.smoothing import Smoothing, choose_sigma, from_lattice, noise
-from lipcert.smoothing._binomial import share_above
+from lipcert.smoothing._binomial import posterior_above
 
 EPS = 36 / 255
 VERIFY = ("verify", "bundled", "r.jsonl", "--all")
@@ -246,8 +246,8 @@ def test_the_probability_above_a_threshold() -> None:
     for count, p in ((16, 0.88), (10, 0.5), (0, 0.3)):
         grid = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
         density = grid**count * (1 - grid) ** (16 - count)
-        assert share_above(count, 16, p) == pytest.approx(float(density[grid > p].sum() / density.sum()), abs=1e-3)
-    assert math.isclose(share_above(16, 16, 0.88), 1 - 0.88**17)
+        assert posterior_above(count, 16, p) == pytest.approx(float(density[grid > p].sum() / density.sum()), abs=1e-3)
+    assert math.isclose(posterior_above(16, 16, 0.88), 1 - 0.88**17)
 
 
 class _Stub(nn.Module):

@@ -31,7 +31,7 @@ from lipcert.inputs.data import order_of
 from lipcert.report import _build, _card, _figures, model_card, read_runs, remarks, to_html, write
 from lipcert.report._curves import share_above, span
 from lipcert.report._words import promises, radius
-from lipcert.results import same_logits, wilson
+from lipcert.results import same_examples, wilson
 from lipcert.results._rows import thinned
 
 EPS = 0.1
@@ -590,8 +590,8 @@ def test_logits_of_many_classes_are_few_and_tell_networks_apart():
     logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)).tolist()
     assert all(len(one) <= 32 for one in thinned(logits))
     assert thinned(thinned(logits)) == thinned(logits)
-    assert same_logits(logits, thinned(logits))
-    assert not same_logits([[1.1 * z for z in one] for one in logits], thinned(logits))
+    assert same_examples(logits, thinned(logits))
+    assert not same_examples([[1.1 * z for z in one] for one in logits], thinned(logits))
 
 
 def test_the_code_of_a_card_certifies_as_the_run_did(results, tmp_path):

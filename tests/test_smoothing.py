@@ -45,7 +45,7 @@ from lipcert.smoothing import (
     robbins,
     to_lattice,
 )
-from lipcert.smoothing._binomial import probability, rejects, share_above, tail
+from lipcert.smoothing._binomial import posterior_above, probability, rejects, tail
 from lipcert.smoothing._lattice import cells
 from lipcert.smoothing._normal import cdf, needed
 from lipcert.smoothing._votes import Plan
@@ -121,7 +121,8 @@ def test_what_is_below_a_rejected_probability_is_rejected(alpha: float) -> None:
 
 def test_the_share_above_a_probability_is_that_of_a_uniform_prior() -> None:
     for count, draws, p in ((0, 16, 0.9), (16, 16, 0.9), (3, 8, 0.78), (700, 1000, 0.78), (790, 1000, 0.78)):
-        assert share_above(count, draws, p) == pytest.approx(stats.beta.sf(p, count + 1, draws - count + 1), rel=1e-9)
+        exact = stats.beta.sf(p, count + 1, draws - count + 1)
+        assert posterior_above(count, draws, p) == pytest.approx(exact, rel=1e-9)
 
 
 def false_ones(images: int, plan: Plan, share: float) -> int:

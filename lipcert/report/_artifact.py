@@ -17,7 +17,7 @@ from lipcert.inputs.checkpoints import checkpoints
 from lipcert.inputs.loading import load
 from lipcert.inputs.preprocessing import RESIZING, Preprocessing
 from lipcert.inputs.sources import is_artifact
-from lipcert.results import Run, same_logits
+from lipcert.results import Run, same_examples
 
 
 @lru_cache(maxsize=16)  # a report asks several times, and the network is loaded
@@ -49,7 +49,7 @@ def added(run: Run, path: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def _same(logits: Any, others: Any) -> bool:
-    return logits is None or others is None or same_logits(logits, others, 1e-3)
+    return logits is None or others is None or same_examples(logits, others, 1e-3)
 
 
 def by_model(runs: Sequence[Run]) -> list[list[Run]]:

@@ -9,7 +9,7 @@ from lipcert.results._certify import GIVEN_IN_PYTHON, Result, SmoothedResult, ce
 from lipcert.results._files import ResultFile, free_file, shard_path, shards_of, summary
 from lipcert.results._metric import CertifiedAccuracy
 from lipcert.results._reading import Run, read_rows, read_run, read_runs, sigma_choice_of, summary_path
-from lipcert.results._rows import rows, same_logits
+from lipcert.results._rows import rows, same_examples
 from lipcert.results._statistics import Tally, interval, share, wilson
 
 __all__ = ["Result", "SmoothedResult"]

@@ -21,7 +21,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.data import order_of
 from lipcert.inputs.files import ROWS, check_name, listing, printable
 from lipcert.inputs.preprocessing import in_words
-from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_logits
+from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_examples
 from lipcert.results._statistics import Tally, interval, share
 from lipcert.settings import NAMES, STAGED, CertifySettings, noise_fields, parse_eps, settings_of
 
@@ -335,7 +335,7 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     different += ["kind of data: one with labels, one without"] if labelled[0] != labelled[1] else []
     before, now = (summary.get("environment") or {} for summary in (earlier, current))
     different += [key for key in _VERSIONS if before.get(key) != now.get(key)]
-    if not same_logits(earlier.get("example_logits"), current.get("example_logits")):
+    if not same_examples(earlier.get("example_logits"), current.get("example_logits")):
         different.append("logits on the example images")
     if different == ["samples"] and not current["all_samples"]:  # a confidence sequence goes on after any draw
         different = []

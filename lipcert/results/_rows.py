@@ -130,7 +130,7 @@ def thinned(logits: Any) -> list[list[Any]]:
     return [[float(f"{z:.6g}") if z is not None and math.isfinite(z) else None for z in one] for one in some]
 
 
-def same_logits(claimed: Any, actual: Any, tolerance: float = 0.02) -> bool:
+def same_examples(claimed: Any, actual: Any, tolerance: float = 0.02) -> bool:
     """Whether logits on the example images are those of one network, up to a share of the largest; fits bfloat16."""
     claimed, actual = thinned(claimed), thinned(actual)
     numbers = [abs(z) for one in actual for z in one if z is not None]

@@ -20,7 +20,7 @@ from lipcert.norms import Rigor
 from lipcert.numerics import EVIDENCE, WORDS
 from lipcert.results._certify import certifier_for
 from lipcert.results._reading import Run
-from lipcert.results._rows import contradiction, rows, same, same_logits
+from lipcert.results._rows import contradiction, rows, same, same_examples
 from lipcert.results.description import describe
 from lipcert.results.progress import blocks_of
 from lipcert.smoothing import CHOOSING, Denoised, Smoothing
@@ -182,7 +182,7 @@ def _batches(run: Run, certifier: Certifier | Smoothing, images: Images, selecte
 def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -> Iterator[str]:
     """Yields the contradictions of the summary with itself, the rows, the model and the images."""
     yield from run.contradictions()
-    if not same_logits(run.summary.get("example_logits"), recomputed["example_logits"]):
+    if not same_examples(run.summary.get("example_logits"), recomputed["example_logits"]):
         yield "the summary's logits on the example images are not what the model gives"
     if "counts" not in run.summary or not run.summary.get("complete"):
         yield from run.miscounted()

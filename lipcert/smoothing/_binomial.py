@@ -89,7 +89,7 @@ def rejects(successes: int, samples: int, p: float, alpha: float) -> bool:
     return UP.multiply(Decimal(samples + 1), point) <= DOWN.multiply(Decimal(alpha), below)
 
 
-def share_above(successes: int, samples: int, p: float) -> float:
+def posterior_above(successes: int, samples: int, p: float) -> float:
     """The probability that a probability of which nothing was known is above p, after S of t draws; no bound.
 
     It is that of at most S successes in t + 1 draws with probability p.

@@ -14,7 +14,7 @@ from torch import Tensor
 from lipcert.errors import InputError
 from lipcert.model import Model
 from lipcert.settings import AUTO, SMOOTHING, CertifySettings, settings_of
-from lipcert.smoothing._binomial import share_above
+from lipcert.smoothing._binomial import posterior_above
 from lipcert.smoothing._smoothing import Smoothing, plan_of
 
 # The images that are looked at, and fewer than which a choice would be a guess; draws of each.
@@ -119,4 +119,4 @@ def _share(smoothing: Smoothing, images: Tensor, labels: Tensor | None, indices:
         else int(torch.bincount(classes[classes >= 0], minlength=1).amax())
         for classes, label in zip(draws, [None] * len(images) if labels is None else labels.tolist(), strict=True)
     ]
-    return sum(share_above(count, DRAWS, smoothing.plan.threshold) for count in counts) / len(counts)
+    return sum(posterior_above(count, DRAWS, smoothing.plan.threshold) for count in counts) / len(counts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert.smoothing._binomial import clopper_pearson, rejects, robbins, share_above
+from lipcert.smoothing._binomial import clopper_pearson, posterior_above, rejects, robbins
 from lipcert.smoothing._normal import needed, radius
 
 # The maximum number of draws that select a class, as in the experiments of Cohen, Rosenfeld and Kolter.
@@ -90,7 +90,7 @@ class Plan:
         if self.certifies(count, samples) or samples >= self.samples:
             return True
         best = count + self.samples - samples
-        return not self.certifies(best, self.samples) or share_above(count, samples, self.threshold) < self.futility
+        return not self.certifies(best, self.samples) or posterior_above(count, samples, self.threshold) < self.futility
 
 
 class Votes:
