@@ -1,4 +1,4 @@
-"""What to do next: the one place where a command, from its outcome, decides what it suggests."""
+"""The only place that decides, from the outcome of a command, which command it suggests next."""
 
 import math
 import os
@@ -49,7 +49,7 @@ class Status:
 
 
 class Advice(NamedTuple):
-    """The next command, which runs as it is apart from names in capitals, and its reason where it is not obvious.
+    """The next command, and its reason where it is not obvious; it runs once names in capitals are replaced.
 
     Without a command, the reason says what is missing.
     """
@@ -68,16 +68,16 @@ class Advice(NamedTuple):
 
 
 def random_weights(words: Sequence[str]) -> str:
-    """What to do about weights that are random, or stored as if they were, of the model that these words name."""
+    """Advice for a model, named by these words, whose weights are random or look so."""
     if "--checkpoint" in words:
         return "untrained, although they come from a file: train them (lipcert finetune), or give another --checkpoint"
     if os.path.isfile(words[0]):
-        return "random: train them (lipcert finetune), or begin with a model that has trained ones"
-    return "random: train them (lipcert finetune), or give trained ones with --checkpoint FILE"
+        return "random: train them (lipcert finetune), or start from a model with trained weights"
+    return "random: train them (lipcert finetune), or give trained weights with --checkpoint FILE"
 
 
 def advise(status: Status) -> Advice:
-    """What to do next."""
+    """The command to run next."""
     data = ["--data", status.data or "IMAGES", *status.lists]
     train = ["--data", status.train, *([] if "--labels" in status.lists else status.lists), "--eps", status.eps]
     model = status.model
@@ -85,7 +85,7 @@ def advise(status: Status) -> Advice:
     if status.finished or (status.images and not loose):
         if status.rows is None:
             rows = os.path.join("" if os.access(".", os.W_OK) else tempfile.gettempdir(), "rows.jsonl")
-            return Advice(typed("--out", rows), "it writes rows, which lipcert report and lipcert verify read")
+            return Advice(typed("--out", rows), "this writes rows for lipcert report and lipcert verify")
         target = status.rows / "report.html" if status.rows.is_dir() else status.rows.with_suffix(".html")
         return Advice(command("report", status.rows, "--html", target))
     if status.random:
@@ -107,7 +107,7 @@ def advise(status: Status) -> Advice:
         limit = int(min(limit, status.total - left_out))
         minutes = min(10, max(1, math.ceil(1.5 * limit * each / 60)))
         reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about "
-        reason += f"{minutes} minute{'s' * (minutes > 1)} here; run again, it continues"
+        reason += f"{minutes} minute{'s' * (minutes > 1)} here; rerun to continue"
         sampled = ["--method", "smoothing", "--sigma", sigma, "--limit", str(limit), *TEN_MINUTES]
         head = command("finetune", *model, *train, "--recipe", "noise", "--only", "head", *front)
         new = ["liresnet_l6w64", "--no-pretrained", "--model-args", f"num_classes={status.classes()}", *train]
@@ -116,10 +116,10 @@ def advise(status: Status) -> Advice:
         if len(plain) > 1:  # --teacher takes no options
             teacher, made = "ARTIFACT", f"; {command('convert', *plain, '--attention', 'keep')} writes ARTIFACT"
         others = (
-            Advice(head, "a head that is fitted to noisy images, in minutes, keeps more accuracy at a larger sigma"),
+            Advice(head, "a head fitted to noisy images, in minutes, keeps more accuracy at a larger sigma"),
             Advice(
                 command("finetune", *new, "--recipe", "liresnet", "--teacher", teacher),
-                "a Lipschitz network that learns from this one takes hours to train, and each certificate milliseconds"
+                "training a Lipschitz network with this one as teacher takes hours, and each certificate milliseconds"
                 + made,
             ),
         )

@@ -61,12 +61,13 @@ def certify(
         int | None,
         typer.Option(
             min=0,
-            help="Processes that share the images; by default one for each core for costly methods on a CPU, else 0.",
+            help="Processes that share the images; by default one per core for costly methods on a CPU, else 0.",
         ),
     ] = None,
     time_budget: TimeBudget = None,
     out: out(  # type: ignore[valid-type]
-        "Rows, one JSON line per image; rerun to continue: MODEL.certified.jsonl. A folder for several models."
+        "File of rows, one JSON line per image; rerun to continue. Default: MODEL.certified.jsonl. A folder for "
+        "several models."
     ) = None,
     no_out: Annotated[bool, typer.Option("--no-out", help="Write no rows.", rich_help_panel=OUTPUT)] = False,
     fail_under: Annotated[
@@ -85,8 +86,8 @@ def certify(
     asked_source, largest = source(), asked[0].largest_eps
     if asked[0].at is None and largest >= _STEPS:
         raise InputError(
-            f"--eps {largest:g} is beyond all certificates: pixels are in [0, 1], so a number of steps of 255 is "
-            f"written {largest:g}/255"
+            f"--eps {largest:g} is beyond all certificates: pixels are in [0, 1], so {largest:g} steps of "
+            f"an 8-bit pixel are written {largest:g}/255"
         )
     if fail_under is not None and not 0 <= fail_under <= 1:
         raise InputError(f"--fail-under must be a fraction from 0 to 1, such as 0.3, got {fail_under:g}")
@@ -99,13 +100,14 @@ def certify(
     several_models = len(names) > 1
     if several_models and asked_source.checkpoint is not None:
         raise InputError(
-            f"--checkpoint is for one model, got {', '.join(map(str, names))}; several numbers of an option have "
-            "commas between, and several images are given as a folder"
+            f"--checkpoint is for one model, got {', '.join(map(str, names))}; separate several numbers of an "
+            "option by commas, and give several images as a folder"
         )
     sources = [Source.of(name) for name in names]
     if sources[0].chosen and sources[0].shipped and data:
         raise InputError(
-            f"no model is named, and this folder holds no artifact: name the one for the images of {data}, or {BUNDLED}"
+            f"no model is named, and this folder holds no artifact: name the model for the images of "
+            f"{data}, or {BUNDLED}"
         )
     if out is not None and not several_models:
         check_rows(out)
@@ -145,7 +147,7 @@ def _shares(settings: CertifySettings, limit: int | None, workers: int | None) -
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of the command; it stops at ``until``, by the monotonic clock."""
+    """The checked options of the command; it stops at ``until``, by the monotonic clock."""
 
     settings: Sequence[CertifySettings]
     sources: Sequence[Source]

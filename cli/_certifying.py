@@ -210,7 +210,7 @@ def _sigma_choice(
         with contextlib.suppress(InputError):  # of which reading the rows says more
             if (earlier := sigma_choice_of(path, asked, weights_hash(loaded))) is not None:
                 images.keep_out(earlier.get("indices", []))
-                say(f"sigma: {earlier['sigma']:g}, as chosen for {path} on images that stay out of its runs")
+                say(f"sigma: {earlier['sigma']:g}, as chosen for {path} on images outside its runs")
                 return earlier
     # A third of the time is for the choice, and a third of that for one σ.
     end = time.monotonic() + (until - time.monotonic()) / 3
@@ -292,7 +292,7 @@ def _certify_with(
             staged = settings.method == STAGED and settings.at is None
             loose = staged and status.log10 is not None and status.log10 > LOOSE
             if loose and len(images) > _BUNDLED:
-                say(f"note: bounds as loose as these certify nothing of use; instead: {advise(status).command}")
+                say(f"note: bounds this loose certify nothing of use; instead: {advise(status).command}")
         else:
             most = duration((settings.samples + SELECTION) * seconds_a_draw(certifier.model))
             say(f"estimated per image: {SMOOTHING} up to {most}; draws at once: at most {certifier.batch}")
@@ -334,7 +334,7 @@ def _certify_with(
         if not settings.noise:
             following = f"the next {tally.left}, certified together, may take about {duration(pace * tally.left)}"
         more = "a larger --time-budget" + (", or fewer --samples," if settings.noise else "")
-        again = "the same command continues, and " if file is not None else ""
+        again = "rerun the command to continue; " if file is not None else ""
         begun = f"time: stopped after {len(tally)} of {len(images)} images, as {following}"
         say(f"{begun}; {again}{more} reaches more")
     pairs = [(row["label"], row["predicted"]) for row in tally.rows if row.get("label") is not None]
@@ -433,7 +433,7 @@ def _print_outcome(outcome: _Outcome, plan: Plan) -> None:
 
 
 def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
-    """How many images have no certificate, by reason; empty unless certification was staged."""
+    """The number of images without a certificate, by reason; empty unless certification was staged."""
     reasons = Counter(row["reason"] for row in run.rows if row.get("reason"))
     undecided = f"no certificate at {eps}"
     if run.attacked:
@@ -464,7 +464,7 @@ def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
         return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", page))
     first = outcomes[0]
     if first.path is not None and not first.run.complete:
-        return Advice(typed(), "it continues where the time ended")
+        return Advice(typed(), "the time ended before the last image")
     return advise(first.status if len(outcomes) == 1 else replace(first.status, finished=True))
 
 

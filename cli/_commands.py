@@ -64,7 +64,7 @@ _EXAMPLES = {
     "certify": """
         lipcert certify --eps 36/255                               the bundled model and images
         lipcert certify m.safetensors --data val/ --eps 36/255,0.5 --out r.jsonl
-        lipcert certify --eps 36/255 --attack --limit 100          with a PGD attack, which bounds from above
+        lipcert certify --eps 36/255 --attack --limit 100          with a PGD attack, for an upper bound
         lipcert certify vit_base_patch16_224 --data val/ --eps 36/255 --method smoothing --sigma 0.25
                                                                    randomized smoothing, for any checkpoint
         lipcert certify resnet18 resnet34 --data val/ --eps 0.1 --out results/
@@ -210,9 +210,9 @@ _OF_TIMM = {
     "--num-classes": "give --model-args num_classes=N",
     "--img-size": "give --model-args img_size=N",
     "--in-chans": "give --model-args in_chans=N",
-    "--batch-size": "leave it out, the batch size is chosen by memory",
+    "--batch-size": "leave it out; the batch size is chosen by memory",
     "--norm": "radii are l2 distances; norms of layers are replaced by convert",
-    "--pretrained": "leave it out, weights are loaded unless --no-pretrained is given",
+    "--pretrained": "leave it out; weights are loaded unless --no-pretrained is given",
 }
 _UsageError: Any = typer.BadParameter.__mro__[1]
 

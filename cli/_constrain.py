@@ -38,13 +38,14 @@ def constrain(
     labels: Labels = None,
     limit: Limit = None,
     time_budget: Annotated[
-        str | None, typer.Option(help="Begin no layer after this time, such as 10m; others stay unchanged.")
+        str | None,
+        typer.Option(help="Start no further layer after this time, such as 10m; the remaining layers stay unchanged."),
     ] = None,
     out: out("Output file: <name>.constrained.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lower the norms of the layers and preserve their outputs on images; holds out every fifth image."""
+    """Lower the norms of the layers and preserve their outputs on images. Every fifth image is held out."""
     asked, of_model, origin = settings(), source(), Source.of(model)
     until = time.time() + parse_duration(time_budget)
     start(*of_model.files, classes, labels, data=data)

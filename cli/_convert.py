@@ -33,7 +33,7 @@ class Choices:
 
     attention: str = option("l2: L2 attention, which is globally Lipschitz.", "l2", choices=("l2", "keep"))
     norm: str = option(
-        "Replace LayerNorm by projections; lofast: of radius 1 before attention, needs retraining.",
+        "Replace LayerNorm by projections; lofast: of radius 1 before attention; retrain it.",
         "keep",
         choices=("keep", "project", "smooth", "lofast"),
     )
@@ -51,13 +51,14 @@ def convert(
     source: Callable[..., ModelOptions],
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A timm name, an hf-hub: id, a path, or bundled.")],
     data: Annotated[
-        str | None, typer.Option(help=f"Calibrate on the first {IMAGES} of these images; kinds as for certify --data.")
+        str | None,
+        typer.Option(help=f"Calibrate on the first {IMAGES} of these images; any kind that certify --data takes."),
     ] = None,
     out: out("Output file: <name>.lipcert.safetensors.") = None,  # type: ignore[valid-type]
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Replace modules by Lipschitz ones and write an artifact; --data gives images for the weights of the new ones."""
+    """Replace modules by Lipschitz ones and write an artifact; the images of --data calibrate the new modules."""
     chosen: dict[str, Any] = vars(choices())
     asked, named = source(), Source.of(model)
     start(*asked.files, data=data)
@@ -76,11 +77,11 @@ def convert(
         images = next(opened.batches(IMAGES)).images
         origin, total = {"data": data}, opened.total
 
-    before = _bound(loaded, "bounding the network before")
+    before = _bound(loaded, "bounding the original network")
     largest = None if images is None else _largest(loaded, images)
     with busy("replacing modules"):
         convert_model(loaded, **chosen, images=images, origin=origin)
-    after = _bound(loaded, "bounding the network after")
+    after = _bound(loaded, "bounding the converted network")
     report = cast("ConversionReport", loaded.conversion)
     with busy(f"writing {path}"):
         save(loaded, path, facts=_facts(after, report), force=force)
@@ -128,7 +129,7 @@ def _largest(model: "Model", images: "Tensor") -> str:
 
     with torch.no_grad():
         predicted = model(images.to(model.device, model.dtype)).argmax(1)
-    return f"the most frequent one before had {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
+    return f"the most frequent class before had {100 * int(predicted.bincount().max()) / len(predicted):.1f} %"
 
 
 def _bound(model: "Model", what: str) -> "Bound | None":

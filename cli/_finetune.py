@@ -58,7 +58,7 @@ class TrainingImages:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of the command, which stops at ``until``; ``given`` and ``images`` hold only what was typed."""
+    """The checked options of the command, which stops at ``until``; ``given`` and ``images`` hold only typed ones."""
 
     source: Source
     of_model: ModelOptions
@@ -83,20 +83,21 @@ def finetune(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help=f"Defaults for a kind of network: {_RECIPES}. By default what suits it, unless --loss is given.",
+            help=f"Defaults for a kind of network: {_RECIPES}. By default the one that suits the network, unless "
+            "--loss is given.",
             **choice(tuple(RECIPES)),
         ),
     ] = None,
     teacher: Annotated[
-        str | None, typer.Option(help="Distil from this model: an artifact of the same classes, or a timm name.")
+        str | None, typer.Option(help="Distil from this model: an artifact with the same classes, or a timm name.")
     ] = None,
     classes: Classes = None,
     time_budget: TimeBudget = None,
     validate: Annotated[
         int | None,
         typer.Option(
-            help="Hold out this many training images and keep the epoch that is best on them; by default a tenth, at "
-            "most 500, and none of fewer than 500 images; 0: none."
+            help="Hold out this many training images and keep the best epoch on them; by default a tenth, at most "
+            "500, or none if there are fewer than 500 images; 0: none."
         ),
     ] = None,
     out: out("Output file: <name>.finetuned.lipcert.safetensors.") = None,  # type: ignore[valid-type]

@@ -66,7 +66,7 @@ def run(plan: Plan) -> None:
 
 
 class Training:
-    """One run of the command: the model, its images, the files that it writes, and what it says."""
+    """One run of the command: the model, its images, the files that it writes, and its messages."""
 
     def __init__(self, plan: Plan, processes: Processes, stack: ExitStack):
         self.plan, self.processes = plan, processes
@@ -135,7 +135,7 @@ class Training:
         if self.ended:
             say(f"note: {self.ended}")
         elif stopped is not None:
-            say(f"time: stopped after {stopped} whole epochs of {epochs}; the same command continues")
+            say(f"time: stopped after {stopped} whole epochs of {epochs}; rerun the command to continue")
         if self.validation is not None and self.validation.epoch:
             self.validation.restore()
         with progress("measuring accuracy") as self.update:
@@ -175,7 +175,7 @@ class Training:
             raise Interrupted(f"interrupted; {outcome}") from error
 
     def _forget(self) -> None:
-        """Removes what is left of an unfinished training."""
+        """Removes the files of an unfinished training."""
         for file in (self.unfinished, self.best):
             file.unlink(missing_ok=True)
 
@@ -260,7 +260,7 @@ class Training:
 
 
 def _chosen(recipe: str, asked: FinetuneSettings, without: Collection[str]) -> str:
-    """The settings that a recipe adds, ``without`` those that were given, or that have no use."""
+    """The settings that a recipe adds, ``without`` given or unused ones."""
     words = []
     for name in [*RECIPES[recipe].settings, *(["sigma"] if asked.sigma else [])]:
         value = getattr(asked, name)

@@ -1,4 +1,4 @@
-"""``lipcert inspect``: the Lipschitz budget of a model, worst first."""
+"""``lipcert inspect``: the Lipschitz budget of a model, largest gains first."""
 
 import math
 from collections import defaultdict
@@ -30,7 +30,7 @@ def inspect(
     source: Callable[..., ModelOptions],
     model: ModelName = None,
     everything: Annotated[
-        bool, typer.Option("--all", help=f"Show every operation on the path, not only the {TOP} worst.")
+        bool, typer.Option("--all", help=f"Show every operation on the path, not only the {TOP} largest.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

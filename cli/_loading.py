@@ -80,7 +80,7 @@ def load_model(
 
 
 def untrained(net: torch.nn.Module, weights: Weights) -> bool:
-    """Whether weights are random: by the options, or as the gains and biases of all norms have equal entries."""
+    """Whether weights are random: by the options, or because every normalisation has constant gains and biases."""
     if weights.no_pretrained and weights.checkpoint is None:
         return True
     norms = [part for part in net.modules() if re.search("Norm|Project$", type(part).__name__)]
@@ -143,7 +143,7 @@ def move_to(model: Model, device: str) -> None:
 
 
 def show_data(images: Images) -> None:
-    """Prints what was inferred about a data set: its split, what its labels follow from, and what is left out."""
+    """Prints what was inferred about a data set: its split, the origin of its labels, and what is left out."""
     if images.split is not None:
         say(f"data: split {images.split} of {images.spec}")
     if images.labels_by is not None and images.labelled:

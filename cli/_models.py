@@ -26,12 +26,12 @@ def models(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the certified checkpoints that come with lipcert; of a single one, show its training too."""
+    """List the certified checkpoints that come with lipcert; for a single one, show its training too."""
     entries = [one for one in checkpoints() if name in (None, one.name)]
     if not entries:
         close = difflib.get_close_matches(str(name), [one.name for one in checkpoints()])
         other = next(iter(difflib.get_close_matches(str(name), architectures())), "MODEL")
-        more = f"did you mean {' or '.join(close)}?" if close else f"{command('inspect', other)} looks at any model"
+        more = f"did you mean {' or '.join(close)}?" if close else f"{command('inspect', other)} shows any model"
         raise InputError(f"no checkpoint that comes with lipcert is called {name}; {more}")
     if as_json:
         print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in entries])

@@ -46,7 +46,7 @@ Denoiser = Annotated[
 TimeBudget = Annotated[
     str | None,
     typer.Option(
-        help="End after about this time, such as 10m, once what has begun is done; the same command continues."
+        help="Stop after about this time, such as 10m, once running work is done; rerun the command to continue."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the output file.", rich_help_panel=OUTPUT)]
@@ -56,7 +56,7 @@ Limit = Annotated[int | None, typer.Option(help=LIMIT)]
 _DATA = "One image, or a folder or .tar of images (class folders give labels), or torch/NAME or hfds/NAME [:SPLIT]"
 Data = Annotated[
     str | None,
-    typer.Option(help=f"{_DATA}; by default the bundled images, or drawn ones of the model's size."),
+    typer.Option(help=f"{_DATA}; by default the bundled images, or sample images of the model's size."),
 ]
 Classes = Annotated[
     Path | None,
@@ -128,7 +128,7 @@ def _parameter(one: Field[Any]) -> inspect.Parameter:
 def options_of(without: Sequence[str] = (), **kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replaces parameters by options for the fields of settings; the command gets a function that creates these.
 
-    Fields for Python alone and those named by ``without`` are no options. A caller of the command in Python gives the
+    Fields for Python alone and those named by ``without`` are no options. A caller in Python passes the
     former as the ``obj`` of click's context, a mapping.
     """
     described = {name: [one for one in fields(kind) if "help" in one.metadata] for name, kind in kinds.items()}

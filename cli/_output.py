@@ -44,7 +44,7 @@ def output(
         except InputError:
             if out or not path.is_file():
                 raise
-            say(f"note: {path} holds something else and stays")
+            say(f"note: {path} has other content and is not overwritten")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

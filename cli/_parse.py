@@ -40,7 +40,7 @@ def parse_model_args(text: str | None) -> dict[str, Any]:
     for pair in (text or "").split():
         key, equals, value = pair.removesuffix(",").partition("=")
         if not equals or not key.isidentifier() or re.search(r",\w+=", value):
-            raise InputError(f"--model-args takes KEY=VALUE pairs with spaces between, got {pair!r}")
+            raise InputError(f"--model-args takes KEY=VALUE pairs separated by spaces, got {pair!r}")
         if key in _NO_MODEL_ARGS:
             raise InputError(
                 f"--model-args is for arguments of the timm model; {key} is none of them: lipcert has an option for it"

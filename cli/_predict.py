@@ -38,7 +38,7 @@ def predict(
     loaded = load_model(named, asked, denoiser=denoiser)
     sigma = loaded.sigma if sigma is None else sigma
     if sigma is None:
-        raise InputError(f"{named.word} is no smoothed classifier: give the noise with --sigma, such as 0.25")
+        raise InputError(f"{named.word} is not a smoothed classifier: give the noise with --sigma, such as 0.25")
     smoothed = SmoothedClassifier(loaded, sigma)
     opened = open_images(images, loaded, limit=limit, purpose="predict")
     show_preprocessing(opened, loaded)

@@ -32,7 +32,7 @@ def say(line: str) -> None:
 
 
 def complain(line: str) -> None:
-    """Prints a line on standard error even with --quiet; only the terminal breaks it, so that it can be copied."""
+    """Prints a line on standard error even with --quiet; it is not wrapped, so that it can be copied."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -232,7 +232,7 @@ def _lines(what: str, total: float | None) -> Iterator[Update]:
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Shows on standard error what is done during the block."""
+    """Shows a message on standard error during the block."""
     with progress(what):
         yield
 
@@ -263,7 +263,7 @@ def upper(log10: float) -> str:
 
 
 def near(log10: float) -> str:
-    """A number for display, which is no bound, rounded to the nearest."""
+    """A number that is not a bound, rounded to nearest for display."""
     return _digits(log10, round, 1.0, ROUND_HALF_EVEN)
 
 

@@ -18,13 +18,15 @@ def report(
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the report as Markdown, with separate figures.")] = None,
     card: Annotated[Path | None, typer.Option(help="Write a model card for a hub.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a table, a line for each eps and result.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a CSV table, one line per eps and result.")] = None,
     license: Annotated[str | None, typer.Option(help="Licence of the model for its card, such as apache-2.0.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base model, for the card.")] = None,
     eps: Annotated[
         list[str] | None, typer.Option(help="Show results at this radius, or at several. Default: the eps of the runs.")
     ] = None,
-    linf: Annotated[bool, typer.Option("--linf", help="Also what holds in the max norm: r/√d, which is weak.")] = False,
+    linf: Annotated[
+        bool, typer.Option("--linf", help="Also show radii in the max norm, r/√d; they are small.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show results: certified accuracy over ε, radii, methods; compares several results."""

@@ -1,4 +1,4 @@
-"""Standard streams on which printing never ends a run: closed, full, or without some of the characters."""
+"""Standard streams whose errors never end a run: closed, full, or unable to encode some characters."""
 
 import codecs
 import contextlib

@@ -33,12 +33,14 @@ def verify(
     denoiser: Denoiser = None,
     entry: Annotated[
         Path | None,
-        typer.Option(help="Write what is confirmed to this entry of the leaderboard, a JSON file; see CONTRIBUTING."),
+        typer.Option(
+            help="Write the confirmed results to this entry of the leaderboard, a JSON file; see CONTRIBUTING."
+        ),
     ] = None,
 ) -> None:
-    """Recompute rows from the model and the images; exit code 1 if one is not confirmed, or images have no row.
+    """Recompute rows from the model and the images; exit code 1 if a row is not confirmed, or an image has none.
 
-    What a run says of its name, its command, its time and its machine is not checked.
+    The name, command, time and machine of the run are not checked.
     """
     if sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
@@ -110,4 +112,4 @@ def verify(
         raise typer.Exit(1)
     if entry is not None and written is not None:
         write_entry(entry, written, run, len(rows), sum(parameter.numel() for parameter in loaded.parameters()))
-        say(f"wrote {entry}; fill in by hand what is empty in it")
+        say(f"wrote {entry}; fill in its empty fields by hand")

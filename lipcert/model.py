@@ -164,7 +164,7 @@ def _without_others() -> Iterator[None]:
 
 
 def alone(function: Function) -> Function:
-    """A decorator that lets one thread run at a time: settings of torch that lipcert changes are of the process."""
+    """A decorator that lets one thread run at a time: lipcert changes settings of torch, which are global."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ def default_workers(need: float = 0.0) -> int:
 
 @contextlib.contextmanager
 def workers_ahead(count: int) -> Iterator[list[ProcessPoolExecutor]]:
-    """Workers that import torch at once, with a pool each, so that a task can be given to a certain one."""
+    """Workers that import torch at once, with a pool each, so that a task can be sent to a specific one."""
     with contextlib.ExitStack() as stack:
         pools = [stack.enter_context(worker_pool(1)) for _ in range(count)]
         for pool in pools:
@@ -92,7 +92,7 @@ class _Call:
 
 
 class _Process(multiprocessing.context.SpawnProcess):
-    """A process that is told of an empty main module: ``spawn`` makes a child import the one that it is told of."""
+    """A process that names an empty main module, because ``spawn`` makes a child import the one that is named."""
 
     def __reduce__(self) -> Any:  # unpickled without this module, which imports torch
         return object.__new__, (multiprocessing.context.SpawnProcess,), self.__dict__

@@ -399,7 +399,7 @@ def test_convert_advises_by_what_the_logits_did_and_not_to_train_on_the_images(f
     save(model, "m.safetensors")
     classes = model(next(open_images("images", model).batches(7)).images).argmax(1)
     out = run("convert", "m.safetensors", "--attention", "keep", "--norm", norm, "--data", "images").stdout
-    assert f"the most frequent one before had {100 * int(classes.bincount().max()) / 7:.1f} %" in out
+    assert f"the most frequent class before had {100 * int(classes.bincount().max()) / 7:.1f} %" in out
     assert out.startswith("model\tm.safetensors")
     assert ("0.0 % (median)" in out) == (not changed)
     assert ("another function" in out) == changed
@@ -738,7 +738,7 @@ def test_many_models_that_cannot_be_certified(artifact):
     command = ["certify", "--data", "images", "--eps", "0.1", *GLORO]
     Path("zoo.txt").touch()
     told = refused(*command, "resnet18", "--mean", "0.5", "0.4", "0.3", "--checkpoint", "w.pth")
-    assert "for one model, got resnet18, 0.4, 0.3; several numbers of an option have commas between" in told
+    assert "for one model, got resnet18, 0.4, 0.3; separate several numbers of an option by commas" in told
     assert "–limit begins with a long dash; type --limit" in refused(*command, "resnet18", "–limit", "3")
     assert "must be a folder" in refused(*command, "resnet18", "resnet34", "--out", "zoo.txt")
     assert "there is no file a.pth" in refused(*command, "a.pth", "b.pth")

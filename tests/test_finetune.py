@@ -1167,7 +1167,7 @@ def test_a_time_budget_ends_training_and_the_same_command_continues(folder) -> N
     """Within the first epoch, then after it; the weights of each time are written."""
     out, checkpoint = (folder / f"small.finetuned.lipcert.safetensors{end}" for end in ("", ".checkpoint"))
     result = run("small.lipcert.safetensors", *SHORT, "--time-budget", "0.001s")
-    assert "time: stopped after 0 whole epochs of 2; the same command continues" in result.stderr
+    assert "time: stopped after 0 whole epochs of 2; rerun the command to continue" in result.stderr
     assert lipcert.load(out).recipe[-1]["stopped_after"] == 0
     assert checkpoint.exists()
     result = run("small.lipcert.safetensors", *SHORT, "--time-budget", "1h")

@@ -193,7 +193,7 @@ def test_a_run_within_a_time_ends_after_a_block_and_continues():
         if reached == len(whole):
             break
         assert re.search(rf"after {reached} of 60 images, as the next \d+, certified together", stopped.stderr)
-        assert "; the same command continues, and a larger --time-budget reaches more" in stopped.stderr
+        assert "; rerun the command to continue; a larger --time-budget reaches more" in stopped.stderr
     assert timeless() == whole
 
 

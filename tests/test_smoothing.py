@@ -809,7 +809,7 @@ def test_draws_are_added_to_those_of_undecided_images() -> None:
 def test_a_time_budget_keeps_what_is_done() -> None:
     within = partial(certify, "--sigma", "0.25", "--limit", "40", "bundled", "--out", "r.jsonl", "--time-budget")
     done = within("0.001s")
-    assert "it continues where the time ended" in done.stdout
+    assert "the time ended before the last image" in done.stdout
     assert "; the run did not finish" in done.stdout
     assert re.search(
         r"time: stopped after 1 of 40 images, as the next may take up to \S+ s each; .*--samples", done.stderr

@@ -35,7 +35,7 @@ class NoAnswer(Exception):
 
 
 class Tag(enum.Flag):
-    """What an operation is, for code that treats such operations alike and names none; see :func:`tagged`."""
+    """Properties of operations, by which other code selects operations without naming them; see :func:`tagged`."""
 
     MOVES = 1 << 0  # every entry of the result is one of the operands or of the constants
     REARRANGES = 1 << 1 | MOVES  # every entry of the one operand once
@@ -89,7 +89,7 @@ class Rule:
             norm of an operation with a remainder is computed separately.
         rounding: the rounding errors of the deployed operation, shape (N, *node.shape). ``rounding(node, operands, fmt)
             -> Tensor``, with operands as :class:`~lipcert.bounds.Operand`. Registered by :func:`rounding`.
-        tags: what else is known of the operation. Registered by :func:`rule` or :func:`tag`.
+        tags: further properties of the operation. Registered by :func:`rule` or :func:`tag`.
     """
 
     key: Any
@@ -164,7 +164,7 @@ def rule(
             function of the captured operation if that depends on the arguments. None keeps the value of an earlier
             rule.
         schur: for ``linear`` operations, how their matrix is bounded. The norm of others is computed.
-        tags: what else is known of the operations. None keeps the tags of an earlier rule.
+        tags: further properties of the operations. None keeps the tags of an earlier rule.
 
     Returns:
         A decorator for ``answer(call, *args, **kwargs) -> Value``. The docstring of ``answer`` names its source or
@@ -216,7 +216,7 @@ def rounding(*targets: Any) -> Callable[[Answer], Answer]:
 
 
 def tag(tags: Tag, *targets: Any) -> None:
-    """Registers what operations without a rule of their own are; targets as for :func:`rule`."""
+    """Registers the tags of operations without a rule of their own; targets as for :func:`rule`."""
     registered("tags", targets, tags)
 
 
@@ -274,11 +274,11 @@ def answer_of(op: Any, question: str) -> Any:
 
 
 def check_entries(node: Node) -> None:
-    """Refuses operations on nothing, so that no rule meets an empty group of entries.
+    """Refuses operations on empty tensors, so that no rule meets an empty group of entries.
 
     A sum over no entries is 0, a largest entry −∞, a softmax over no entries sums to 0, and attention to no keys is 0:
-    facts that hold for all other groups (a floor, a mass, a mean) fail there. Values without entries may only be cut
-    off, moved, and put together with others again.
+    facts that hold for all other groups (a floor, a mass, a mean) fail there. Empty tensors may only be split off,
+    moved and concatenated.
     """
     if tagged(node, Tag.MOVES):
         return

@@ -1,4 +1,4 @@
-"""How far is an operation from its linearisation at the nominal point? The shared part of the remainder rules.
+"""Remainder rules: bounds on the difference between an operation and its linearisation at the nominal point.
 
 For an operation f at h and a deviation Δ of its operands, R(Δ) = f(h + Δ) − f(h) − J Δ with J the Jacobian of f at h.
 Linear operations have R = 0 and need no rule. :class:`Remainder` is the base class of all rules; :class:`Smooth`,

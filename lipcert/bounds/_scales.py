@@ -14,7 +14,7 @@ their own. Proof that bounds hold whatever they are:
   This counts as an error of the operation: rounding rules add 4 (n + 8) 2⁻¹⁰²² to the error of every entry
   (:meth:`lipcert.numerics.Format.sum`), and the ledger of ``anchored`` and the check by noise more than that to the
   norm of every result and of every product with a unit vector (``lipcert.roundoff.UNDERFLOW``). All multiply it by
-  bounds on the norms of the operations after it, or let it run through them. A network that enlarges such entries
+  bounds on the norms of the operations after it, or propagate it through them. A network that enlarges such entries
   until they can be seen enlarges these errors as much, and its radius is 0.
 """
 
@@ -41,8 +41,9 @@ _LIMITS = (torch.finfo(torch.float64).max, torch.finfo(torch.float64).tiny)
 def check_scales(graph: Graph, values: Mapping[Node, Any], image: Tensor) -> None:
     """Checks the largest entries of constants and of values at an image, and that no Lipschitz constant is too small.
 
-    Masks may be infinite, and large constants are what deep networks have. A value that differs at two images shows
-    that its Lipschitz constant is not too small; the norms of the other linear maps alone are computed for this check.
+    Masks may be infinite, and large Lipschitz constants are usual in deep networks. A value that differs at two images
+    shows that its Lipschitz constant is not too small; the norms of the other linear maps alone are computed for this
+    check.
 
     Args:
         graph: the network.

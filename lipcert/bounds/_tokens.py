@@ -94,7 +94,7 @@ def tokens_of(node: Node) -> Tokens:
 def normalises(
     *targets: Any, nonsmooth: bool = False
 ) -> Callable[[Callable[[Node], Tokens]], Callable[[Node], Tokens]]:
-    """Registers what describes an operation, and the answers that follow: remainder and Jacobian."""
+    """Registers an operation as a normalisation, with the answers that follow: remainder and Jacobian."""
 
     def register(describe: Callable[[Node], Tokens]) -> Callable[[Node], Tokens]:
         _TOKENS.update(dict.fromkeys(map(key_of, targets), describe))

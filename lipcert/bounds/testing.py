@@ -1,4 +1,4 @@
-"""A check of your own rules: holds each of their answers to measurements.
+"""A check of your own rules: compares each of their answers with measurements.
 
 >>> @lipcert.bounds.rule(my_operation)
 ... def answer(call, x):
@@ -34,7 +34,7 @@ Measured = Iterator[tuple[str, Any, Any, Any]]
 def check_rule(
     function: Callable[[Tensor], Tensor] | nn.Module, size: tuple[int, ...], *, points: int = 12, seed: int = 0
 ) -> dict[str, float]:
-    """Holds the answers of the rules for a function of one tensor to measurements at points in [0, 1].
+    """Compares the answers of the rules for a function of one tensor with measurements at points in [0, 1].
 
     The Lipschitz constant is compared with Jacobians and with quotients of nearby points, boxes with points in a ball,
     remainders and linearity with random deviations and with those of single entries, rounding errors with the operation

@@ -120,7 +120,7 @@ class Certifier:
         if not isinstance(eps, CertifySettings):
             eps = settings_of(CertifySettings, eps, method, **settings)
         if eps.method == SMOOTHING:
-            raise InputError("method smoothing has a certifier of its own; make that: lipcert.smoothing.Smoothing")
+            raise InputError("method smoothing has its own certifier; use lipcert.smoothing.Smoothing")
         check_noise(model)
         self.settings = eps = eps.smoothed(None)
         self.eps, self.method, self.dtype = eps.eps, eps.method, eps.dtype
@@ -303,11 +303,11 @@ class Certifier:
             with without_fused_kernels():
                 same &= same_logits(self.model(images[:1]), alone[:1], 1e-9)
         if not same:
-            raise InputError("the network has changed since its certifier was made; make another Certifier")
+            raise InputError("the network has changed since its certifier was made; make a new Certifier")
         return alone
 
     def _screen(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Screening:
-        """What rules certificates out: nothing, unless certification is staged and has costly methods."""
+        """The reasons against certificates: none, unless certification is staged and has costly methods."""
         if self.method != STAGED or not self.costly or self.subject.settings.at is not None or not len(images):
             return Screening(None, torch.zeros_like(broken))
         with torch.enable_grad():

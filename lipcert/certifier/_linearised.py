@@ -1,4 +1,4 @@
-"""The method ``anchored``, and what it shares with ``lofast``, which linearises the network at the image too."""
+"""The method ``anchored``, and code that it shares with ``lofast``, which linearises the network too."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ the sum of their sizes, and an entry of a softmax, which enters twice at most, h
 2 γ. Norms of computed products grow by the same bound; norms themselves are upper bounds
 (:func:`lipcert.norms.dense_norm`).
 
-**The network is what is read.** Weights, scales and counts are read off timm's modules, whose code decides which of
+**The network uses what is read.** Weights, scales and counts are read from timm's modules, whose code decides which of
 them are used: with ``fused_attn``, ``Attention`` ignores its ``scale``. So this code must be as its source has it
 (:func:`lipcert.graph.alterations`), and the sums above, written out from what is read, must be what the embedding, the
 blocks and the head return, up to twice the bound on rounding: at every image, and for blocks at random tokens too,
@@ -66,7 +66,7 @@ _KNOWN = {
 
 @dataclass(frozen=True)
 class BlockBounds:
-    """What Theorem 1 needs of one block at N images.
+    """The terms of Theorem 1 for one block at N images.
 
     Attributes:
         zeta: ζ(X), shape (N,).
@@ -77,7 +77,7 @@ class BlockBounds:
         scale: the Lipschitz constant of the projection in front of the attention.
         dense: 1 + that of the MLP with its projection.
         rounding: of attention and MLP, each of shape (N,).
-        result: what the block returns, as the sum of what was read, shape (N, n, d).
+        result: the output of the block, computed from the weights that were read, shape (N, n, d).
     """
 
     zeta: Tensor
@@ -91,7 +91,7 @@ class BlockBounds:
     result: Tensor
 
     def after(self, rho: Tensor) -> Tensor:
-        """The ρ after the block, shape (N,), for that in front of it."""
+        """The ρ after the block, shape (N,), given the ρ before it."""
         eps = (self.scale * rho + self.rounding[0])[:, None]
         second = eps * (self.scores + eps * self.bilinear) * (self.values + eps * self.mixed)
         attention = rho + self.zeta * eps[:, 0] + second.sum(1) + self.rounding[0]
@@ -159,14 +159,14 @@ class LoFASTPaper(Method):
 
 
 def _bounds_of(block: Any, x: Tensor, path: str) -> tuple[BlockBounds, Tensor]:
-    """The norms of a block at tokens and what it returns, which has to be the sum of what was read."""
+    """The norms of a block at tokens, and its output, which must equal that computed from the weights read."""
     bounds, result = block_bounds(block, x), block(x)
     _compare(result, bounds.result, bounds.dense * bounds.rounding[0] + bounds.rounding[1], path)
     return bounds, result
 
 
 def _compare(result: Tensor, expected: Tensor, rounding: Tensor, path: str) -> None:
-    """Refuses a part of a network that returns another result, shape (N, ...), than what was read of it says."""
+    """Refuses a part of a network whose result, shape (N, ...), differs from that computed from the weights read."""
     away = l2_norm((result - expected).flatten(1), 1) if result.shape == expected.shape else rounding + math.inf
     if not bool((away <= 2 * rounding).all()):
         raise InputError(

@@ -1,4 +1,4 @@
-"""What every certificate of a network has in common: the network, as methods see it, and the class of a method."""
+"""The base of all certificates of a network: the network as methods see it, and the class of a method."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NormsDone = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """A network and what is asked of it: everything that methods share.
+    """A network with its analysis and the settings: everything that methods share.
 
     Attributes:
         model: the model in float64, with the weights of the deployed one.
@@ -59,7 +59,7 @@ class Subject:
 
     @cached_property
     def too_loose(self) -> str:
-        """Why experience says that only the global bound is worth computing; empty if it does not say so."""
+        """Why, by experience, only the global bound is worth computing; empty if that is not the case."""
         return too_loose(self.model, self.analysis.bound().log10, self.settings.eps)
 
     @property
@@ -87,9 +87,9 @@ def duration(seconds: float) -> str:
 class Method(ABC):
     """A certificate of a network: the constructor prepares it once, :meth:`radius` certifies batches of images.
 
-    A subclass sets :attr:`name`, the key of its entry in ``lipcert.settings.FACTS``, and implements :meth:`radii`. What
-    it needs of a network it checks in its constructor, which raises :class:`~lipcert.errors.UnsupportedOperation` for
-    operations without a rule.
+    A subclass sets :attr:`name`, the key of its entry in ``lipcert.settings.FACTS``, and implements :meth:`radii`.
+    Its constructor checks the network, and raises :class:`~lipcert.errors.UnsupportedOperation` for operations without
+    a rule.
 
     Attributes:
         name: the name in commands and rows.

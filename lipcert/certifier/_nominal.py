@@ -1,4 +1,4 @@
-"""What rounding can take of the computed margins of an image: proved where that is possible, and else checked.
+"""Bounds on the rounding errors of the computed margins of an image: proved where possible, otherwise checked.
 
 Every method compares bounds with margins that were computed in float64. If large numbers cancel, such a margin can be
 pure rounding error, and the certificate would be false.
@@ -45,7 +45,7 @@ _LARGEST_RATIO = 1e10
 
 
 class NominalMargins:
-    """The margins of one network without what rounding may have added to them."""
+    """The margins of one network, reduced by bounds on their rounding errors."""
 
     def __init__(self, model: Model, analysis: Analysis, prove: bool = True):
         graph = analysis.graph
@@ -88,7 +88,7 @@ class NominalMargins:
         return reduced, proved
 
     def _checked(self, images: Tensor, predicted: Tensor, margins: Tensor) -> Tensor:
-        """The margins, reduced by four times what noise takes from them."""
+        """The margins, reduced by four times their change under noise."""
         values = self.graph.values(images[:, None])
         errors = self.local.errors(values)
         generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What rules a certificate of an image out, before anything costly is computed for it.
+"""Excludes images without a possible certificate before anything costly is computed for them.
 
 **First-order limit.** No method that bounds the change of a margin by a Lipschitz constant or by a linearisation at the
 image certifies beyond min_j m_j/‖∇_x m_j‖: a Lipschitz constant of the margin m_j on any ball around x is at least
@@ -8,9 +8,9 @@ be smaller for another class.
 
 **Attack.** A perturbation within ε that changes the prediction rules out every certificate at ε.
 
-**Looseness.** K/‖∇m‖, the global bound over a slope that the network has, says how much is lost from layer to layer.
+**Looseness.** K/‖∇m‖, the global bound over a slope of the network, measures how loose the product over layers is.
 Where it is large, remainders are as loose, and methods have certified small ε only
-(:func:`lipcert.settings.unreached`). This is experience and no bound; a method that is asked for by name is run.
+(:func:`lipcert.settings.unreached`). This is experience and not a bound; a method that is chosen by name runs anyway.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEDIUM, _LARGE = 1e6, 10e6
 
 
 def too_loose(model: Model, log10: float, eps: float) -> str:
-    """Why experience says that no method reaches ε on a network; empty if it does not say so."""
+    """Why, by experience, no method reaches ε on a network; empty if that is not the case."""
     if eps < unreached(log10) or not math.isfinite(log10):
         return ""
     images = torch.rand(_LOOKED_AT, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
@@ -79,7 +79,7 @@ def _steepness(values: Tensor, pixels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Screening:
-    """What rules a certificate at ε out for N images.
+    """The reasons against certificates at ε for N images.
 
     Attributes:
         limit: first-order limits, shape (N,); None if they were not computed, as where the global bound decides.
@@ -110,7 +110,7 @@ class Screening:
 
 @dataclass(frozen=True)
 class Triage:
-    """What the first images of a data set say, before bounds are computed.
+    """Figures of the first images of a data set, before bounds are computed.
 
     Attributes:
         images: their number.
@@ -126,7 +126,7 @@ class Triage:
 
 
 def triage(model: Model, images: Images, eps: float) -> Triage | None:
-    """Looks at the first images with the model as it is, for some seconds."""
+    """Evaluates the first images with the unmodified model, for some seconds."""
     parameters = sum(p.numel() for p in model.parameters())
     count = 8 if parameters < _MEDIUM else 4 if parameters < _LARGE else 2
     batch = next(iter(images.batches(count)), None)

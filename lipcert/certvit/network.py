@@ -301,7 +301,7 @@ class _EveryNth:
 
 
 class _Facts(NamedTuple):
-    """What the report says of the inputs of a layer, and the relative error that it may have."""
+    """Figures of the inputs of a layer for the report, and its allowed relative error."""
 
     rows: int
     width: int

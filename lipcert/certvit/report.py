@@ -118,7 +118,7 @@ class ConstraintReport:
 
     @property
     def allowed(self) -> str:
-        """The error that was asked for, in words; with η the relative errors of the layers that follow from it."""
+        """The allowed error, in words; with η the relative errors of the layers that follow from it."""
         if self.eta is None:
             return f"a relative error of {self.error:g}"
         least = min((layer.error_asked for layer in self.layers), default=self.error)

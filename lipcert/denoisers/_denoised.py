@@ -48,7 +48,7 @@ class Denoised(Model):
 
     def __init__(self, model: Model, denoiser: nn.Module | str, name: str | None = None):
         if isinstance(model, Denoised):
-            raise InputError("the model has a denoiser in front already; leave the other one out")
+            raise InputError("the model has a denoiser in front already; leave out the second one")
         if isinstance(denoiser, str):
             name, denoiser = denoiser, denoiser_named(denoiser, model.input_size)
         super().__init__(
@@ -74,7 +74,7 @@ class Denoised(Model):
             raise InputError(f"the denoiser fails on images of {model.input_size}: {first_line(error)}") from error
         if shape != tuple(grey.shape):
             raise InputError(
-                f"the denoiser makes {shape} of images of shape {tuple(grey.shape)}; both must be the same"
+                f"the denoiser returns shape {shape} for images of shape {tuple(grey.shape)}; both must be the same"
             )
 
     def tell(self, sigma: float) -> None:

@@ -79,8 +79,8 @@ class Node:
 class Graph:
     """A captured network: its nodes in execution order, from ``input`` to ``output``.
 
-    ``forms`` names the fused operations that replace several recorded ones. ``computed`` has, where the capture was
-    asked for it, the operation that computed a constant, by the tensor's ``id``.
+    ``forms`` names the fused operations that replace several recorded ones. ``computed`` maps, where the capture was
+    asked for it, the ``id`` of a constant tensor to the operation that computed it.
     """
 
     input: Node

@@ -1,4 +1,4 @@
-"""Whether modules compute what the source of their classes says: the one check behind everything that trusts a module.
+"""Whether modules compute what the source of their classes says: the check before anything trusts a module.
 
 Rules for whole modules, and certificates that read weights and attributes, are proofs about source code. They hold for
 an object only if this code is what runs. Libraries that scale, quantise or adapt weights replace it: on a class, on an
@@ -39,7 +39,7 @@ _KNOWN: dict[int, tuple[Any, FunctionType | None, Any]] = {}
 
 
 def alterations(module: nn.Module, registered: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str]]:
-    """What makes a module compute something else than the source of its class, with the paths of its parts.
+    """Why a module may compute something else than the source of its class, with the paths of its parts.
 
     Looks at the module and all its parts: hooks, attributes that hide a method, parametrisations and other tensors than
     plain ones, hooks for all modules, and the functions that their classes and the bases of these define, those of
@@ -81,8 +81,8 @@ def check_torch() -> None:
             source = "" if function is None else function.__code__.co_filename
             if (function is not None or _calls_python(value)) and not source.startswith((_TORCH, _OURS)):
                 raise InputError(
-                    f"{space.__name__}.{name} is replaced by a function of {source or repr(value)}, so bounds that "
-                    "torch computes are not known to hold; undo that, or leave out what does it"
+                    f"{space.__name__}.{name} is replaced by a function of {source or repr(value)}, so bounds "
+                    "that torch computes may not hold; undo that, or leave out the code that does it"
                 )
             if function is not None or (callable(value) and _is_native(value)):
                 _KNOWN[id(value)] = value, function, function and function.__code__

@@ -1,4 +1,4 @@
-"""The names of torch operations and of their arguments: the table of what a capture knows of single operations."""
+"""The names of torch operations and of their arguments: the table that a capture reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network's code does on example images: the identity of the code, and what its outputs are."""
+"""The identity of a network's code, from a run on example images, and the kind of its outputs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ network is refused if its code
 - runs other operations, or computes with other numbers, in another floating-point type;
 - computes constants from its parameters in which large numbers cancel, so that they are not those of real arithmetic.
 
-This is for code that does such a thing by accident, not for code that hides it.
+These checks find accidents, not code that hides what it does.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FORMED_LIKE = frozenset(
 
 
 class Pausable:
-    """A mode that can be told to look away."""
+    """A mode that can be paused."""
 
     paused = False
 
@@ -160,7 +160,7 @@ def first_run(module: nn.Module, image: Tensor) -> Any:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes the functions that give the entries of tensors to other code, of those that ``derived`` marks."""
+    """Records the functions that give entries of tensors marked by ``derived`` to other code."""
 
     def __init__(self, derived: Derived):
         super().__init__()

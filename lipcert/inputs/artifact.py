@@ -125,10 +125,10 @@ def _half(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
 def check_free(
     path: Path, model: Model, force: bool, step: str | None = None, settings: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuses to overwrite a file that holds something else, unless ``force``.
+    """Refuses to overwrite a file with other content, unless ``force``.
 
-    Something else is what is not an artifact, another architecture, a model that was constrained or fine-tuned where
-    the new one is not, and one that went through the step with other settings.
+    Other content is a file that is not an artifact, another architecture, a model that was constrained or fine-tuned
+    where the new one is not, and one that went through the step with other settings.
     """
     if path.suffix in {*WEIGHTS, ".onnx"} - {".safetensors"}:
         raise InputError(
@@ -274,7 +274,7 @@ def buffers_hash(model: Model) -> str:
 
 
 def seed_of(model: Model, seed: int = 0) -> tuple[int, str]:
-    """The seed of random vectors for a model's norms: no weights can be made for vectors that are known before."""
+    """The seed of random vectors for a model's norms: it depends on the weights, so none fit given vectors."""
     return seed, weights_hash(model) + buffers_hash(model)
 
 

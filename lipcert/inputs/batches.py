@@ -70,7 +70,7 @@ def _native(array: np.ndarray) -> Tensor:
 
 
 def _kind(images: Any) -> tuple[str, str]:
-    """What something is that are no images, and what to do if it can be converted."""
+    """The kind of an object that does not hold images, and how to convert it if that is possible."""
     if hasattr(images, "getexif"):
         return "a PIL image", "; convert it by torchvision.transforms.functional.to_tensor"
     if isinstance(images, (str, os.PathLike)):

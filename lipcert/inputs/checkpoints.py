@@ -16,7 +16,7 @@ TABLE = ASSETS / "certified.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint and what is certified of it.
+    """A checkpoint and its certified figures.
 
     ``clean`` and ``certified`` are shares of ``images``, ``attacked`` is the share of ``attacked_images`` that are
     still classified correctly after PGD at ε, ``seconds`` are those to certify one image on one core, ``trained`` are

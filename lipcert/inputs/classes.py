@@ -59,7 +59,7 @@ def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whos
 
 
 def names_of(loader: object, count: int) -> tuple[str, ...]:
-    """The names of the classes that a loader of training images goes by; () where it has none."""
+    """The class names of a loader of training images; () where it has none."""
     images = getattr(loader, "images", None) or getattr(loader, "dataset", None)
     return recorded_names(getattr(images, "class_names", None) or getattr(images, "classes", None), count)
 
@@ -281,7 +281,8 @@ class LabelList:
     def numbers(self, labels: Sequence[str], count: int, names: Sequence[str]) -> list[int] | None:
         """The class numbers of labels that are numbers; None for names, which all may be among ``names``.
 
-        All labels of the list tell whether they are numbers and from where they count, also those of other files.
+        Whether labels are numbers, and where they start, follows from all labels of the list, also those of other
+        files.
         """
         every = [*labels, *(label for label in self.every if label.lower() not in _MISSING)]
         values = {label: float(label) for label in every if _NUMBER.fullmatch(label)}

@@ -79,7 +79,7 @@ class Batch:
 
 
 def image_hash(image: Tensor) -> str:
-    """What tells an image from others: 32 hexadecimal digits of the SHA-256 of its shape and float32 pixels."""
+    """Identifies an image: 32 hexadecimal digits of the SHA-256 of its shape and float32 pixels."""
     pixels = image.detach().cpu().float().contiguous().numpy().astype("<f4", copy=False)
     return hashlib.sha256(f"{pixels.shape}\n".encode() + pixels.tobytes()).hexdigest()[:32]
 
@@ -130,17 +130,17 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         return len(places) == len(indices) and places[0] > 0 and places[-1] - places[0] < len(places)
 
     def shuffle(self) -> None:
-        """Puts the images in the order of a run, so that those that it has seen when it is stopped are a sample."""
+        """Puts the images in the order of a run, so that the images of a stopped run are a random sample."""
         self.shuffled = True
         self.leave_out(self.removed)
 
     def keep_out(self, chosen_on: Collection[int]) -> None:
-        """Leaves the images at these positions to a choice that was made on them; others take their places."""
+        """Excludes the images at these positions, on which a choice was made; others take their places."""
         self.kept_out = frozenset(chosen_on)
         self.shuffle()
 
     def leave_out(self, removed: Sequence[int]) -> None:
-        """Numbers the images as if those at these positions were still there: noise and shuffle go by numbers."""
+        """Keeps the original numbering, on which noise and shuffle depend, although these images are gone."""
         self.total += len(removed) - len(self.removed)
         self.removed = sorted(removed)
         order = order_of(self.total, self.limit, self.kept_out) if self.shuffled else range(self.total)
@@ -211,11 +211,11 @@ def open_images(
         spec: a folder or ``.tar`` of images, whose first folders are classes, see :mod:`lipcert.inputs.folders`; or
             one image; or a data set by name, ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``,
             ``torch/cifar100`` or ``torch/svhn``, or ``hfds/NAME``, as timm reads them; or None for the bundled
-            images, or, for a model of another input size, drawn ones without labels. With several splits ``:SPLIT``
+            images, or, for a model of another input size, sample images without labels. Of several splits ``:SPLIT``
             after it names one.
         model: its ``input_size`` and ``data_config`` say how images are resized and cropped. Classes are matched by
             name to its ``class_names``, where it has them.
-        limit: take so many images only: the first of a fixed shuffle, as folders are sorted by class.
+        limit: the largest number of images: the first of a fixed shuffle, because folders are sorted by class.
         purpose: decides the split where none is named: to train, the training images; to certify, those for
             validation, else those for testing, else those for training; to calibrate, the training images, and to
             predict, all, both without labels.
@@ -227,7 +227,7 @@ def open_images(
         The images, in an order that is the same in every run.
 
     Raises:
-        InputError: a missing path, no images, a damaged file, a data set that cannot be had, or classes that are not
+        InputError: a missing path, no images, a damaged file, an unavailable data set, or classes that are not
             the model's.
     """
     if limit is not None and limit < 1:

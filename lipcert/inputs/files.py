@@ -1,4 +1,4 @@
-"""Files, without torch: whether they are there, and writing them in one step, so that no reader sees a part."""
+"""Files, without torch: checks that they exist, and atomic writes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def lock(file: int, path: Path, shared: bool = False) -> bool:
 
 
 def reserve(path: Path, stack: ExitStack) -> None:
-    """Locks a path for this process until the stack ends, by a file beside it: what is at the path is replaced."""
+    """Locks a path for this process until the stack ends, by a second file, because the first is replaced."""
     beside = path.with_name(f".{path.name}.lock")
     file = stack.enter_context(beside.open("w"))
     if lock(file.fileno(), path):

@@ -54,7 +54,7 @@ _OF_SYSTEMS = frozenset(
 
 @dataclass
 class Files:
-    """Files below a root, by their paths with slashes; of ``others`` than images and texts the number, by suffix."""
+    """Files below a root by their paths with slashes; ``others`` counts all but images and texts, by suffix."""
 
     spec: str
     opened: Callable[[str], BinaryIO]

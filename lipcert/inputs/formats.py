@@ -1,4 +1,4 @@
-"""What a file or folder is that is not what its reader takes: told by its content, not by its name, without torch.
+"""Recognises files and folders of other formats than a reader takes, by content and not by name, without torch.
 
 Weights are read from two formats: safetensors, and what ``torch.save`` writes. Each other one has a sentence here that
 says what it is and how to get weights out of it; ``{path}`` in it is the file or folder, ``{folder}`` the folder of a
@@ -170,13 +170,13 @@ def _known(head: bytes, kinds: Collection[tuple[bytes, str]]) -> str | None:
 
 
 def told(file: BinaryIO, name: object) -> str | None:
-    """What a file is that is no image and no list, and what to do; None of other files."""
+    """The format of a file that is neither an image nor a list, and what to do; None if it is unknown."""
     text = _known(file.read(_HEAD), (*_ANY, *_OF_ARRAYS))
     return text and _said(name, text)
 
 
 def reader_of(path: Path) -> Reader:
-    """How the weights in a file are read; a LoadError says what any other file is, and what to do."""
+    """The reader of the weights in a file; a LoadError names the format of any other file, and what to do."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD)
@@ -230,7 +230,7 @@ def _check_archive(path: Path) -> None:
 
 
 def of_folder(path: Path, suffixes: Collection[str]) -> LoadError:
-    """What a folder is that is given as weights; ``suffixes`` are those of files of weights."""
+    """The kind of a folder that is given as weights; ``suffixes`` are those of files of weights."""
     for pattern, text in _FOLDERS:
         if any(path.glob(pattern)):
             return refusal(path, text)

@@ -303,7 +303,7 @@ class _Normalised(nn.Module):
 
 
 def _normalised(net: nn.Module, pixels: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """A network with arithmetic in place of torchvision's ``Normalize``; behind one in front, pixels need no other."""
+    """A network with arithmetic in place of torchvision's ``Normalize``; after one in front, pixels need no other."""
     kinds = (Normalize, Normalize2)
     if type(net) is nn.Sequential and any(isinstance(part, kinds) for part in net):
         if isinstance(net[0], kinds):
@@ -338,7 +338,7 @@ def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _channels_before(weight: Tensor, net: nn.Module) -> int:
-    """The channels of an image, by the weight of a network's first convolution, in TResNet behind a SpaceToDepth."""
+    """The channels of an image, by the weight of a network's first convolution, in TResNet after a SpaceToDepth."""
     block = next((part.bs for part in net.modules() if isinstance(part, SpaceToDepth)), 1)
     return weight.shape[1] // block**2
 

@@ -65,9 +65,9 @@ def load_weights(
 
     With ``new_head`` a classifier that is missing, or for another number of classes, is set to zero, and a warning says
     so. From zero, the first updates train it alone: a random one, with large gradients, destroys what the other layers
-    have learned (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1). Returned are ``mean``
-    and ``std``, if a normaliser beside the network holds them. With ``channels``, the number of those of an image,
-    other tensors beside it are refused that may change pixels first.
+    have learned (Dosovitskiy et al., "An image is worth 16x16 words", ICLR 2021, appendix B.1.1). Returns ``mean``
+    and ``std``, if the file has a normaliser besides the network. With ``channels``, the number of those of an image,
+    other tensors that may change pixels before the network are refused.
     """
     tensors = net.state_dict()
     plain = {key.replace(".module.", "."): key for key in state}  # without DataParallel around parts
@@ -108,7 +108,7 @@ def load_weights(
 
 
 class _Difference:
-    """In what stored tensors differ from those of a network, of which each is ``found`` under another name."""
+    """The differences between stored tensors and those of a network, of which each is ``found`` under another name."""
 
     def __init__(
         self,

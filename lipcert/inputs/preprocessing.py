@@ -30,7 +30,7 @@ class Preprocessing:
     """Changes to a model's preprocessing configuration, as numbers or as texts with commas; None keeps an entry."""
 
     mean: Sequence[float] | str | None = _option("Mean of the normalisation: 0.5, or 0.485,0.456,0.406.", None)
-    std: Sequence[float] | str | None = _option("Standard deviation of the normalisation, likewise.", None)
+    std: Sequence[float] | str | None = _option("Standard deviation of the normalisation, in the same form.", None)
     crop_pct: float | None = _option("Centre crop, as a fraction of the side of the resized image.", None, float | None)
     input_size: Sequence[int] | str | None = _option("Height and width of the network's input: 224, or 224,192.", None)
     interpolation: str | None = _option("Interpolation for resizing.", None, choices=INTERPOLATIONS, python=True)

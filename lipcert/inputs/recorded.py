@@ -1,4 +1,4 @@
-"""What training scripts record in a checkpoint beside the weights: architecture, arguments and preprocessing."""
+"""What training scripts record in a checkpoint besides the weights: architecture, arguments and preprocessing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Blank(type):
 
 
 class Omitted(list[Any], metaclass=_Blank):
-    """Stands for an object that is left out; making one, or a list or mapping of its type, runs nothing of the file."""
+    """Stands for an object that is left out; creating one, or a list or mapping of its type, runs no foreign code."""
 
     seen: tuple[Any, ...] = ()  # what it would be made of
 
@@ -71,7 +71,7 @@ def is_architecture(name: Any) -> bool:
 
 
 def of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any], dict[str, Any]]:
-    """What training scripts record beside the weights: architecture, arguments, preprocessing with ``class_names``."""
+    """What training scripts record besides the weights: architecture, arguments, preprocessing with ``class_names``."""
     args, hyper = content.get("args"), content.get("hyper_parameters")
     options = dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
     named = {**content, **(hyper if isinstance(hyper, Mapping) else {}), **options}
@@ -98,7 +98,7 @@ def of_training(content: Mapping[str, Any]) -> tuple[str | None, dict[str, Any],
 
 
 def normalisation(content: Mapping[str, Any], path: Path) -> dict[str, list[float]]:
-    """Mean and standard deviation that are recorded beside the weights; neither, if one of them is missing."""
+    """Mean and standard deviation that are recorded with the weights; neither, if one of them is missing."""
     found = dict(_recorded(content)) if content.keys() & {*WRAPPERS} else {}
     if (names := pair_of(found)) is not None:
         return dict(zip(("mean", "std"), map(found.__getitem__, names), strict=True))
@@ -109,7 +109,7 @@ def normalisation(content: Mapping[str, Any], path: Path) -> dict[str, list[floa
 
 
 def _recorded(value: Any, name: str = "", depth: int = NESTED) -> Iterator[tuple[str, list[float]]]:
-    """Numbers that are called means and deviations beside the weights, with the keys where they are."""
+    """Numbers recorded with the weights under names of means and deviations, with their keys."""
     value = vars(value) if isinstance(value, argparse.Namespace) else value
     if isinstance(value, Mapping):
         held = depth and (not name or _HOLDS.fullmatch(name.rpartition(".")[2]))

@@ -1,4 +1,4 @@
-"""Images that lipcert draws, to try a model on where the user has none: their labels mean nothing."""
+"""Images that lipcert draws, to try a model without images of one's own; they have no meaningful labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a text names as a model: decided once, without torch, and carried by one value."""
+"""Resolves the name of a model, once and without torch."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Source:
     def of(given: str | os.PathLike[str] | None) -> Source:
         """The model that a text or a path names; for None the newest artifact in the folder, or the bundled one.
 
-        What ends as files of weights do, what has a folder in it and what is a file is a file, whatever timm makes of
-        the text: timm takes all that follows the first dot for a tag.
+        A text that ends like a file of weights, contains a folder, or names an existing file is a file, whatever timm
+        makes of it: timm takes everything after the first dot for a tag.
 
         Raises:
             LoadError: there is no such file or architecture, or nothing to choose.

@@ -33,7 +33,7 @@ _PROTOCOL = 2  # of pickle, which torch.save writes unless told otherwise
 
 @dataclass
 class StoredWeights:
-    """What a checkpoint file holds: tensors on the CPU, and the timm name of the architecture, if the file has one.
+    """The content of a checkpoint file: tensors on the CPU, and the timm name of the architecture, if the file has one.
 
     ``arguments`` and ``pixels`` are what the training script recorded: arguments of ``timm.create_model``, and
     ``mean``, ``std``, ``size``, ``crop_pct`` and ``interpolation``.
@@ -198,7 +198,7 @@ def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict in a checkpoint; a warning names others beside it, which are not taken."""
+    """The state dict in a checkpoint; a warning names others in the file, which are not used."""
     state: Mapping[Any, Any] = content if isinstance(content, Mapping) else {}
     for _ in range(NESTED):
         inner = {key: value for key, value in state.items() if isinstance(value, Mapping) and value}

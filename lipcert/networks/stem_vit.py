@@ -1,7 +1,7 @@
 """A vision transformer on the results of convolutions, like timm's hybrids but without normalisation in between.
 
-What is nonlinear early costs the anchored certificate little, and with convolutions in front a small network learns
-several times faster. Tokens are averaged, and there is no normalisation before the head.
+Nonlinear operations in early layers cost the anchored certificate little, and with convolutions in front a small
+network learns several times faster. Tokens are averaged, and there is no normalisation before the head.
 """
 
 from __future__ import annotations

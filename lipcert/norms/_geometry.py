@@ -1,4 +1,4 @@
-"""How a convolution applies its kernel: the one place that reads strides, paddings and dilations."""
+"""The geometry of a convolution: the only code that reads strides, paddings and dilations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Geometry:
 
     Attributes:
         groups: as in ``torch.nn.functional.conv2d``.
-        mode: what stands in the padding: ``"zeros"``, or ``"circular"``, ``"reflect"``, ``"replicate"`` entries.
+        mode: the entries of the padding: ``"zeros"``, or ``"circular"``, ``"reflect"``, ``"replicate"`` entries.
     """
 
     stride: tuple[int, ...]

@@ -180,7 +180,7 @@ def conv_norm(
         padding: one number, one per dimension, one (left, right) pair per dimension, ``"same"`` or ``"valid"``.
         dilation: one number, or one per dimension.
         groups: as in ``torch.nn.functional.conv2d``.
-        mode: what stands in the padding: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
+        mode: the entries of the padding: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
         identity: factor c of an added identity, for the linear residual c·x + W∗x. It needs stride 1, zero padding and
             an output of the shape of the input.
 

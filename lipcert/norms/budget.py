@@ -28,9 +28,9 @@ is claimed about the joint distribution of failures.
 **The vectors.** The key and the hash of the network's weights are hashed to 128 bits, which are the key of a Philox
 generator (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Its streams differ
 from key to key; they do not depend on the device, on threads, or on earlier draws. (torch's CPU generator keeps 32 bits
-of a seed.) We assume that the streams behave like independent random numbers. Weights cannot be made for vectors that
-are known before: each change of a weight draws all vectors anew, so whoever looks for a network whose certificate is
-wrong has to try about 1/δ of them. Constants in a network's code are not hashed, because some of them are computed, and
+of a seed.) We assume that the streams behave like independent random numbers. Nobody can construct weights for
+given vectors: each change of a weight draws all vectors anew, so a search for a network with a wrong certificate takes
+about 1/δ tries. Constants in a network's code are not hashed, because some of them are computed, and
 round differently from machine to machine. We assume that they and the image were not constructed from the vectors.
 """
 

@@ -40,8 +40,8 @@ class Certificates:
             and this distance.
         dtype: the arithmetic for which the certificates hold: ``real``, or the format of the deployed forward pass; of
             a smoothed classifier the format that was asked for its network, ``real`` for that of the weights.
-        rounding: whether what rounding in float64 can take of a certificate is ``proved``, or ``checked`` with noise;
-            N words, or empty where that is not the question.
+        rounding: whether the effect of rounding in float64 is bounded by proof, ``proved``, or with noise, ``checked``;
+            N words, or empty where it does not apply.
         limit: first-order limits of the radii, float64, shape (N,), of staged certification: linearised methods and
             Lipschitz constants certify no more (:mod:`lipcert.certifier._triage`). None for other methods.
         reason: why an image is not certified, N words, of staged certification: ``attacked``, ``first-order limit``,

@@ -36,10 +36,10 @@ ASSUMED = {
         "products, convolutions and sums add the products of their definition in any order: no TF32, no bfloat16 or "
         "float16 inside float32 operations, no Winograd, FFT or Strassen transforms (on CUDA "
         "torch.backends.cudnn.enabled = False, and for float32 torch.backends.cuda.enable_mem_efficient_sdp(False))",
-        "exp, erf, tanh, log, sqrt and rsqrt are right to 4 ulp",
+        "exp, erf, tanh, log, sqrt and rsqrt are accurate to 4 ulp",
     ),
     "smoothing": (
-        "the bits of the noise are as good as random ones, and its seed was chosen before looking at results",
+        "the bits of the noise are random, and its seed was chosen before looking at results",
         "the network is one function: it gives an image the same class in every batch",
     ),
     "half": (

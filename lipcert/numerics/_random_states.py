@@ -124,7 +124,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _parts(value: Any) -> list[Any]:
-    """What an object other than a module of code refers to, one step deep."""
+    """The objects to which an object other than a module of code refers, one step deep."""
     if isinstance(value, (dict, list, tuple)):
         return [*value.values()] if isinstance(value, dict) else [*value]
     try:  # without code of the object's own

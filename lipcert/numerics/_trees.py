@@ -7,7 +7,7 @@ from typing import Any
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """What stands in nested tuples, lists, values of dictionaries, and slices."""
+    """The leaves of nested tuples, lists, values of dictionaries, and slices."""
     if isinstance(tree, slice):
         tree = (tree.start, tree.stop, tree.step)
     elif isinstance(tree, dict):

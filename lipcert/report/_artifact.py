@@ -31,7 +31,7 @@ def artifact_of(run: Run) -> Path | None:
 
 
 def _is_of(run: Run, path: Path) -> bool:
-    """Whether a file's model, with what the run added, has its weights and its logits, for other code may run them."""
+    """Whether a file's model, with the run's additions, has its weights and logits; other code may run the weights."""
     denoiser, pixels = added(run, path)
     model = load(path)
     Preprocessing(**pixels).apply(model)

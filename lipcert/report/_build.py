@@ -294,7 +294,7 @@ def sentence(run: Run, eps: Eps) -> str:
     if run.attacked:
         surviving = share(run.surviving_at(value), count, False)
         known = ", which is the robust share" if run.surviving_at(value) == certified else ""
-        text += f" Under {run.attack}, {surviving} remain so{known or '; the robust share lies between'}."
+        text += f" Under {run.attack}, {surviving} remain so{known or '; the robust share lies between the two'}."
     if run.smoothed:
         network = f"the network, behind the denoiser {run.denoiser}," if run.denoiser else "the network"
         text += f" The smoothed classifier returns the class that {network} predicts most often under Gaussian noise "
@@ -381,7 +381,7 @@ def _settings(run: Run) -> list[str]:
     listing = {"data": spec, **(summary.get("environment") or {}), "assumed": summary.get("assumptions") or []}
     folded = [(str(key), _listed(value)) for key, value in listing.items() if value]
     command = [code(summary["command"])] if summary.get("command") else []
-    summed = "<details><summary>Command, machine and what is assumed of it</summary>"
+    summed = "<details><summary>Command, machine and assumptions</summary>"
     return [table(("", ""), rows, False), summed, *command, table(("", ""), folded, False), "</details>"]
 
 
@@ -421,7 +421,7 @@ def _caption(runs: Sequence[Run]) -> str:
         text += f" Dotted: {listed(sorted({right(run) for run in runs if run.labelled}))}."
     if any(run.stopped for run in runs):
         text += " Hatched: above the largest ε of a run that stops at the verdict; larger radii were not computed."
-    return f"{text} What is robust lies between the solid line and the others."
+    return f"{text} The robust share lies between the solid line and the others."
 
 
 def _radii_caption(runs: Sequence[Run]) -> str:

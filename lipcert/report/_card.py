@@ -132,7 +132,7 @@ def _snippet(run: Run, artifact: Path) -> str:
 
 
 def _loading(run: Run, artifact: Path | None, *imports: str) -> list[str]:
-    """Python code that loads what was certified; names in capitals stand for what is the user's."""
+    """Python code that loads the certified model; names in capitals are the user's."""
     recorded, about = run.summary.get("preprocessing") or {}, run.summary["model"]
     preprocessing, denoiser = Preprocessing.of_summary(recorded), run.denoiser
     pixels = {name: value for name, value in vars(preprocessing).items() if value is not None}
@@ -184,7 +184,7 @@ def _options(run: Run) -> str:
 
 
 def _results(run: Run, eps: Eps) -> list[EvalResult]:
-    """The metrics of a finished run; of a sample their names say how many images it has, and how sure that is."""
+    """The metrics of a finished run; for a sample, their names state the number of images and the interval."""
     details = {"images": len(run), "dtype": str(run.summary.get("dtype", "unknown")), "holds_for": run.holds_for}
     total = run.summary["data"].get("images", len(run)) - len(run.summary["data"].get("removed") or ())
     about: dict[str, Any] = {"rigor": "probabilistic", "delta": run.delta} if run.delta else {"rigor": "deterministic"}

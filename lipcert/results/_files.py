@@ -1,7 +1,7 @@
 """Writes result files: rows as they are computed, the summary, and the files of shards.
 
-A stopped run continues after its last complete row. A file of another run is not changed. Rows are about images, told
-by their content, and not about a path: data may move, and images may be removed, without loss of the other rows. If
+A stopped run continues after its last complete row. A file of another run is not changed. A row identifies its image
+by content, not by path: data may move, and images may be removed, without loss of the other rows. If
 several processes or machines share the work, each writes its own file, such as ``r.shard-1-of-2.jsonl``, until the rows
 are merged.
 """
@@ -159,7 +159,7 @@ class ResultFile:
             self.append(new[index])
 
     def _open(self) -> None:
-        """Opens the file for this process alone; without locks it is watched for what other processes write."""
+        """Opens the file for this process alone; without locks, checks for writes of other processes."""
         self._close()
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         self._size = None if lock(self._file, self.path) else os.fstat(self._file).st_size

@@ -41,7 +41,7 @@ class CertifiedAccuracy(Metric):  # type: ignore[misc,unused-ignore]
     ...     metric.update(lipcert.certify(model, images, labels, eps="36/255,0.5"))
     >>> metric.compute()
 
-    With torchmetrics it is one of its metrics, and counts over all processes.
+    Where torchmetrics is installed, it is a torchmetrics metric, and counts over all processes.
 
     Args:
         eps: ε in ℓ2 on pixels in [0, 1], or several.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Seconds(NamedTuple):
-    """What a batch takes: by the clock, and of all cores together."""
+    """The time of a batch: by the clock, and summed over all cores."""
 
     wall: float
     cpu: float
@@ -93,7 +93,7 @@ def certified(
 def _shared(
     certifier: Any, batches: Iterator[Batch], pools: Sequence[ProcessPoolExecutor], given: bytes
 ) -> Iterator[tuple[Batch, Certificates, Seconds]]:
-    """Whoever is free, this process or a worker, takes the next batch."""
+    """A free process, this one or a worker, takes the next batch."""
     identity, lock = _identity(certifier), Lock()
     waiting: deque[Future[tuple[Batch, Certificates, Seconds]]] = deque()
 
@@ -195,7 +195,7 @@ def _make(given: bytes) -> tuple[Any, ...]:
 
 
 def _identity(certifier: Any = None) -> tuple[Any, ...]:
-    """What two certifiers of one network and with the same settings have in common, the logits of a grey image too."""
+    """Values that are equal for two certifiers of one network with the same settings, and logits of a grey image."""
     one, threads = _MADE[0] if certifier is None else certifier, torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -106,7 +106,7 @@ class Remaining:
                 yield part
 
     def _fitting(self, count: int) -> int:
-        """How many of the next images of a block begin: those that end before the deadline, but the first ones anyway.
+        """The number of the next images of a block to begin: those that end before the deadline, at least the first.
 
         Smoothing assumes all draws for each: whether an image has a row then does not depend on how many it needs.
         """

@@ -98,7 +98,7 @@ def deployed_graph(
 
 
 def _check_type(node: Node, result: torch.dtype | None, kinds: Iterable[torch.dtype | None]) -> torch.dtype | None:
-    """The type in which an operation computes on operands of these types; None if it is none of floating point.
+    """The type in which an operation computes on operands of these types; None if it is not a floating-point type.
 
     Refuses results in another type, which a hidden cast must have rounded.
     """

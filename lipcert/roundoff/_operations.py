@@ -30,7 +30,7 @@ class OperationRounding:
     The error of a value is at most γ(Σ A‖ĥ_o‖ + ‖constants‖), and ‖constants‖ ≤ ‖result‖ + Σ A‖ĥ_o‖.
 
     Attributes:
-        answers: what the rule of each operation says of its Jacobian; None if nothing.
+        answers: the rule's bounds on the Jacobian of each operation; None without any.
     """
 
     def __init__(self, chains: Chains):

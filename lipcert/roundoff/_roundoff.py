@@ -151,7 +151,7 @@ class Gains:
         return self._gains[node]
 
     def slopes(self, node: Node) -> dict[Node, float] | None:
-        """What the error of an affine operation in float64 grows by, per unit of an operand; None for other operations.
+        """Growth of the error of an affine operation in float64 per unit of an operand; None for other operations.
 
         The errors of an affine operation are sums of those of its constants and of products with the matrix J of each
         operand; the latter are at most κ‖·‖ (:func:`lipcert.bounds.schur_bounds`).
@@ -251,7 +251,7 @@ class Roundoff:
 
     @torch.no_grad()
     def at(self, images: Tensor, radius: Tensor) -> Evaluated:
-        """The network at images in [0, 1], and what rounding takes within ``radius``, shape (N,), of them."""
+        """The network at images in [0, 1], and bounds on its rounding errors within ``radius``, shape (N,)."""
         device = self.model.device
         return Evaluated(self.gains, self.graph, images.to(device, torch.float64), radius.to(device, torch.float64))
 
@@ -281,11 +281,11 @@ class Roundoff:
 
 
 class Evaluated:
-    """A captured network at N images: its values, and bounds on what rounding takes of them within a radius.
+    """A captured network at N images: its values, and bounds on their rounding errors within a radius.
 
-    Of an affine operation in float64 there are two bounds on the error in a ball: that of its rule for operands
-    anywhere in the ball, entry by entry, and that for the operands at the images, with what products with its matrix
-    add for the distance from there (:meth:`Gains.slopes`). The second depends on ℓ2 lengths alone.
+    The error of an affine operation in float64 within a ball has two bounds: that of its rule for operands
+    anywhere in the ball, entry by entry; and that for the operands at the images, plus the error of products with its
+    matrix for the distance from there (:meth:`Gains.slopes`). The second depends on ℓ2 lengths alone.
 
     Attributes:
         values: of every node with one result, each of shape (N, *node.shape).

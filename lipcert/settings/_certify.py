@@ -63,15 +63,15 @@ class CertifyOptions(TypedDict, total=False):
 class CertifySettings:
     """The settings of a certificate; the constructor checks them.
 
-    ε and radii are in ℓ2 on pixels in [0, 1], or with ``at`` on the value that it names: the output of a module, or by
-    its index the start of a stage, as LoFAST has it for token embeddings. With several ε, radii answer for each of
-    them: staged certification then computes radii in place of verdicts, and smoothing counts all samples.
-    Deterministic certificates need explicit Jacobians. Noise draws stop as soon as a confidence sequence decides the
+    ε and radii are in ℓ2 on pixels in [0, 1], or with ``at`` on the value that it names: the output of a module, or,
+    for an index, the start of that stage, which LoFAST uses for token embeddings. With several ε, staged
+    certification computes radii instead of verdicts, and smoothing takes all samples. Deterministic certificates need
+    explicit Jacobians. Noise draws stop as soon as a confidence sequence decides the
     verdict at ε; all of them give a bound by Clopper and Pearson. Choose the seed of the noise before looking at
     results.
 
     Attributes:
-        futility: noise draws of an image end as not certified where, given those drawn, the probability that its class
+        futility: draws for an image end, as not certified, once the probability, given the draws so far, that its class
             is frequent enough is below this; 0 for never. Certificates do not depend on it.
         delta: failure probability, per image, of a probabilistic certificate.
         attack: one of ``lipcert.attacks.ATTACKS`` or an attack; None for no attack. Every certificate is tested against

@@ -51,7 +51,7 @@ class ConstrainSettings:
         range=POSITIVE,
     )
     iterations: int | None = option(
-        "Maximum of Douglas-Rachford iterations; by default 150.", None, int | None, range=COUNT
+        "Maximum number of Douglas-Rachford iterations; by default 150.", None, int | None, range=COUNT
     )
     beta: float | None = _python("Threshold of the proximal step.", None, float | None, range=POSITIVE)
     quantile: float | None = _python(

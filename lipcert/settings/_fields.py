@@ -56,9 +56,9 @@ def option(
     given: Any = None,
     python: bool | Sequence[str] = False,
 ) -> Any:
-    """A field that is also an option of the command, of the type of its default where that says it, else a text.
+    """A field that is also an option of the command, of the type of its default, or a text.
 
-    With ``python`` it is a setting of calls from Python alone, or the named choices of it are.
+    With ``python`` it, or its choices of these names, are for calls from Python only.
     """
     shown = default if given is None else given
     kind = typed or (type(shown) if isinstance(shown, (bool, int, float)) else str if shown is not None else str | None)

@@ -20,7 +20,7 @@ VECTORS = ("saved", "random")
 
 
 class LossFacts(NamedTuple):
-    """What a loss is for, the bound in it ("pairs" of classes, "constant", "cut", "local"), and its default ramp."""
+    """What a loss is for, the bound that it uses ("pairs" of classes, "constant", "cut", "local"), and its ramp."""
 
     method: str
     bound: str = ""

@@ -1,4 +1,4 @@
-"""The methods of ``certify``: what help, result files and coverage say of them, without torch.
+"""The methods of ``certify``, described for help, result files and coverage, without torch.
 
 To add a method, add an entry here and the class that computes it, a :class:`lipcert.certifier.Method`; or register both
 by :func:`lipcert.certifier.certificate`.
@@ -16,7 +16,7 @@ MethodName = Literal["staged", "global", "gloro", "local", "lofast", "anchored",
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What is known of a method before it sees a network."""
+    """Properties of a method that do not depend on a network."""
 
     name: str
     about: str  # what it bounds, for help texts and the documentation

@@ -56,7 +56,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def recipe_settings(name: str, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recipe, with those that were asked for in place of its own."""
+    """The settings of a recipe; given settings replace its own."""
     one_of("recipe", name, tuple(RECIPES))
     own = dict(RECIPES[name].settings)
     if asked.get("loss", own["loss"]) != own["loss"]:

@@ -1,4 +1,4 @@
-"""The installed version, for files that say what wrote them."""
+"""The installed version, which files record."""
 
 
 def version() -> str:

@@ -90,7 +90,7 @@ def rejects(successes: int, samples: int, p: float, alpha: float) -> bool:
 
 
 def posterior_above(successes: int, samples: int, p: float) -> float:
-    """The probability that a probability of which nothing was known is above p, after S of t draws; no bound.
+    """The posterior probability that a probability with a uniform prior is above p, after S of t draws; not a bound.
 
     It is that of at most S successes in t + 1 draws with probability p.
     """

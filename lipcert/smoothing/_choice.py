@@ -26,12 +26,12 @@ _FIRST = 3
 
 @dataclass(frozen=True)
 class SigmaChoice:
-    """A standard deviation, and what speaks for it.
+    """A standard deviation, and the estimates that led to it.
 
     Attributes:
         sigma: σ, the chosen one.
         shares: an estimate of the share of images that are certified at ε, by σ.
-        images: number of images that were looked at.
+        images: number of images used for the estimates.
         labelled: whether only draws of the true class count; otherwise those of the class drawn most.
     """
 
@@ -58,7 +58,7 @@ def choose_sigma(
     that does not depend on their draws, and a share of images is no estimate for others if σ was chosen for it.
 
     For each σ, the share is the mean over the images of the probability that the class has more than Φ(ε/σ) of all
-    draws, after 16 draws and with nothing known before. Starting from 0.86 ε, σ moves as long as the share grows; a σ
+    draws, after 16 draws, from a uniform prior. Starting from 0.86 ε, σ moves as long as the share grows; a σ
     with which ``samples`` draws reach no radius of ε is left out.
 
     Args:

@@ -1,4 +1,4 @@
-"""The smoothed classifier as a module: what was certified, to be deployed."""
+"""The smoothed classifier as a module, for deployment."""
 
 from __future__ import annotations
 
@@ -175,6 +175,6 @@ class SmoothedClassifier(nn.Module):
 
 @wraps(load_model)
 def load(*args: Any, **options: Any) -> Model | SmoothedClassifier:
-    """:func:`lipcert.inputs.loading.load`, which makes smoothed classifiers of the files that hold one."""
+    """:func:`lipcert.inputs.loading.load`, which returns a smoothed classifier for a file that holds one."""
     model = load_model(*args, **options)
     return model if model.sigma is None else SmoothedClassifier(model, model.sigma)

@@ -64,7 +64,7 @@ def radius(p: float, sigma: float, error: float = 0.0, distance: float = 0.0) ->
     Args:
         p: a lower bound on the probability of the class under the noise that was drawn.
         sigma: σ.
-        error: by how much that probability may differ from the one under normal noise.
+        error: the largest difference of that probability from the one under normal noise.
         distance: of the image from the one to which noise was added, in ℓ2.
     """
     exact = DOWN.subtract(Decimal(p), Decimal(error))

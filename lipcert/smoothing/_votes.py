@@ -33,9 +33,9 @@ class Plan:
         alpha: α, the largest probability with which a radius is too large.
         all_samples: whether to count all samples, for the largest radius; otherwise only as many as the verdict at ε
             needs.
-        futility: drawing ends where the share of probabilities above the threshold, after the draws so far and with
-            nothing known before, is below this.
-        error: by how much the noise that is drawn may change a probability.
+        futility: drawing ends once the posterior probability of exceeding the threshold, after the draws so far and
+            from a uniform prior, is below this.
+        error: the largest difference of a probability under the drawn noise and under normal noise.
         distance: of the image from the lattice, in ℓ2.
         threshold: a probability with which a class is certified at ε; 1 if there is none.
     """
@@ -82,7 +82,7 @@ class Plan:
         return rejects(count, samples, self.threshold, self.alpha)
 
     def ends(self, count: int, samples: int) -> bool:
-        """Whether no more draws are wanted: the class is certified at ε, or that is out of reach.
+        """Whether drawing ends: the class is certified at ε, or that is out of reach.
 
         It is out of reach if the draws that remain cannot certify it, even if they are all of the class, or if that
         is improbable. No guarantee depends on it: the bound holds wherever drawing stops.

@@ -1,4 +1,4 @@
-"""Projections that replace normalisations: bounded outputs like theirs, and Lipschitz, which they are not everywhere.
+"""Projections that replace normalisations: outputs are bounded too, but the map is Lipschitz everywhere.
 
 :class:`LayerProject` and :class:`SmoothProject` stand for LayerNorm, their ``Rms`` forms for RMSNorm, which does not
 centre, and their ``Group`` forms for GroupNorm, whose tokens are whole groups of channels at all positions.

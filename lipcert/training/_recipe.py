@@ -44,7 +44,7 @@ def recipe_for(model: Model) -> tuple[str, str]:
 
 
 def settings_for(model: Model, recipe: str | None, asked: Mapping[str, Any]) -> FinetuneSettings:
-    """The settings of a recipe, without limits on norms that match no layer, and those that were asked for."""
+    """The settings of a recipe, without limits on norms that match no layer; given settings replace them."""
     if recipe is None:
         return settings_of(FinetuneSettings, **asked)
     chosen = recipe_settings(recipe, asked)

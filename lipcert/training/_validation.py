@@ -1,4 +1,4 @@
-"""The results of an epoch, and what may follow it: a line in a log, and validation that keeps the best weights."""
+"""The results of an epoch, a log of them, and validation that keeps the best weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lipcert.training._recipe import denoised
 class Validation:
     """Held-out images, and the weights of the epoch with the best score on them.
 
-    Measured are ``clean``, the accuracy, or ``noisy``, that under the noise of training for the loss noise;
+    It measures ``clean``, the accuracy, or for the loss noise ``noisy``, the accuracy under the noise of training;
     ``certified``, the accuracy certified by gloro at ε, for the losses with the global bound; and for the other losses
     but ce, ``limit``: the share of images that are correctly classified and whose first-order limit is above ε, which
     estimates the anchored certificate from above. The last one is the score; where epochs are equal in it, as while
@@ -133,7 +133,7 @@ class Epoch:
         seconds: the duration of the epoch.
         bound: the certified Lipschitz constant of the features before the head (or √2 times that of the logits) after
             the last update; None for losses without the global bound.
-        estimate: the estimate of this constant in the loss, which is no bound.
+        estimate: the estimate of this constant in the loss, which is not a bound.
         fitted: whether the head was fitted to this number of noisy draws of each image, in place of training.
     """
 

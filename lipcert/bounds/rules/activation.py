@@ -1,4 +1,4 @@
-"""Functions applied entry by entry; most are one line in the table below, which holds all that is known of them.
+"""Functions applied entry by entry; most are one line in the table below, which holds all facts about them.
 
 An entrywise φ with |φ'| ≤ L has constant L in ℓ2, since the Jacobian is diagonal. The constants are suprema of |φ'| and
 |φ''| rounded up; the tests check those of every line against derivatives, and attack its bounds.
@@ -52,7 +52,7 @@ class Activation:
         floor: 0 if inf φ = 0, else -inf.
         curvature: sup |φ''|, rounded up, for φ with a Lipschitz derivative; None leaves the remainder to a rule below.
         downward: sup −φ'', rounded up, if it is smaller.
-        error: of |x| and the format, what the result of torch is off by, as assumed at the head of lipcert.roundoff,
+        error: the error of torch's result, given |x| and the format, as assumed at the head of lipcert.roundoff,
             apart from underflow; None leaves the rounding to a rule below.
     """
 
@@ -196,9 +196,9 @@ class Gelu(Smooth):
 class LogSigmoid(Smooth):
     """φ'' = −f with the density f(t) = 1/(4 cosh²(t/2)): even, decreasing in |t|, with the integral F, a sigmoid.
 
-    φ is concave, so −R_i ≥ 0. For deviations larger than the width of the bend ½ sup f δ_i² is far too large. With
-    a = |z_i|, −R_i is largest if δ_i moves z_i towards 0, because f is larger there. Then it is
-    B(t) = ∫₀ᵗ (t − v) f(v − a) dv for t = |δ_i|. So −R_i ≤ κ_i δ_i² with κ_i = sup q(t) over t ≤ p, q(t) = B(t)/t².
+    φ is concave, so −R_i ≥ 0. For deviations larger than the width of the curved region, ½ sup f δ_i² is far too large.
+    With a = |z_i|, −R_i is largest if δ_i moves z_i towards 0, because f is larger there. Then it is B(t) = ∫₀ᵗ (t − v)
+    f(v − a) dv for t = |δ_i|. So −R_i ≤ κ_i δ_i² with κ_i = sup q(t) over t ≤ p, q(t) = B(t)/t².
 
     q increases up to some t* and decreases after it: t³q' = ∫₀ᵗ (t − v) v f'(v − a) dv has the second derivative
     t f'(t − a), which is positive below a and negative above. The integral and its derivative vanish at 0, so the

@@ -42,7 +42,7 @@ _SPREAD_FURTHER = 0.707107  # 1/√2, rounded up
 
 
 def _odds(p: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """What :func:`_grown` needs of p = softmax(a) to bound the entries of softmax(a + w), each of shape (N, rows).
+    """Terms of p = softmax(a) by which :func:`_grown` bounds the entries of softmax(a + w), each of shape (N, rows).
 
     Entry j of softmax(a + w) is p_j e^(w_j)/(p_j e^(w_j) + Σ_{i≠j} p_i e^(w_i)). With q_i = p_i/(1 − p_j), Jensen's
     inequality gives Σ_{i≠j} p_i e^(w_i) ≥ (1 − p_j) e^(Σ q_i w_i). So the entry is at most p_j/(p_j + (1 − p_j)e^(−t))

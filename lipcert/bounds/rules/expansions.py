@@ -1,4 +1,4 @@
-"""Operations that certificates write out as others, by identities over the real numbers."""
+"""Replaces operations by several others, by identities over the real numbers."""
 
 from __future__ import annotations
 

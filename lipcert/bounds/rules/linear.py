@@ -90,7 +90,7 @@ def matrix_rounding(
     inequality. |W| times bounds on the entries of |x̂| is a bound too. For float64, whose errors are tiny,
     |W||x̂| ≤ ‖w_i‖₁ max|x̂| is enough, and takes no further product.
 
-    Assumed is that no part of the sum is rounded to the format, so no split sums with reduced precision.
+    This assumes that no part of the sum is rounded to the format: no split sums with reduced precision.
     """
     weight = weight.detach().double()
     bias = None if bias is None else bias.detach().double()

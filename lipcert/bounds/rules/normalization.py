@@ -181,7 +181,7 @@ def normalised_rounding(
     """Bounds on the error of y = (z − m)rγ + β, however a kernel multiplies it out, as in zrγ + (β − mrγ).
 
     Given are |z| ≤ most, |m| ≤ mean, |z − m| ≤ size, r ≤ inverse, |z − m|r ≤ limit, errors of m of at most ``away``
-    and of r of at most t r, and γ and β as absolute values with errors. As if what follows were exact, y errs by
+    and of r of at most t r, and γ and β as absolute values with errors. If all later steps were exact, y would err by
 
         |z − m|rt|γ̂| + away (1 + t)r|γ̂| + |z − m|r|γ̂ − γ| + |β̂ − β|.
 

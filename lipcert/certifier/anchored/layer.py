@@ -1,4 +1,4 @@
-"""The last nonsmooth layer before a cut: how much a functional of the cut may decrease.
+"""The last nonsmooth layer before a cut: by how much a linear functional of the cut may decrease.
 
 After a cut c (:mod:`.prefix`) the value c(x′) lies in a ball of radius K ε around ĉ(x), and the first-order part of a
 margin, −⟨g, c(x′) − ĉ(x)⟩ with its gradient g at c, is at most ‖g‖ K ε. That is far from attained if g does not lie

@@ -21,9 +21,9 @@ from lipcert.numerics import ROUNDED_SUM, SAFETY, SMALLEST_NORMAL, at_most, l2_n
 
 
 class AppliedForm(NamedTuple):
-    """The contracted answer of a rule, and whether it is used for an image, bool, shape (N,).
+    """The contracted form of a rule, and whether it is used for each image, bool, shape (N,).
 
-    With a linear term it has to be used, and is larger by the rounding error of the gradient to which the term is
+    A form with a linear term is always used, and is larger by the rounding error of the gradient to which the term is
     added: ``error`` times ρ, shape (N,).
     """
 

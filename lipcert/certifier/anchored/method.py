@@ -142,7 +142,7 @@ def linearized_radius(
     The deviation of the logits gives a first radius for every rival class, without a backward pass. The class with the
     smallest radius decides, so that is computed with gradients of its own, and then with forms, until the smallest
     radius is one that grows no further. With ``eps`` no forms are computed for images whose verdict they cannot change.
-    What is examined of an image does not depend on the others.
+    The result for an image does not depend on the others.
     """
     allowed = _cheap(at, predicted, margins)
     near = allowed.argsort(1).argsort(1) < (allowed.shape[1] if limit is None else limit)

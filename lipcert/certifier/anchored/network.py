@@ -70,8 +70,8 @@ def whole_modules(module: nn.Module) -> bool:
 def prepared(graph: Graph, model: Model, *, forms: bool, deployed: bool = False) -> Graph:
     """The network as it is linearised.
 
-    Attention is written out, and so are max and min, but not of a deployed network, where they are exact. With
-    ``forms``, operations stand in place of what implements them.
+    Attention is replaced by its parts. So are max and min, except in a deployed network, where they are exact. With
+    ``forms``, one operation replaces several that implement it.
     """
     if forms:
         graph = canonical_forms(graph, "remainder", examples(an_image(model)))

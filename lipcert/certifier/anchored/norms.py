@@ -1,7 +1,7 @@
 """Computes the norms of a plan at images: upper bounds that hold simultaneously, and their failure probability.
 
 :meth:`NormFinder.__call__` takes three steps, each of which needs all of the one before: the norms as they are
-computed, what rounding can have hidden of them (:mod:`lipcert.roundoff`), and the bounds that include it.
+computed, bounds on their rounding errors (:mod:`lipcert.roundoff`), and the norms raised by these.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class NormFinder:
         values: dict[Node, Tensor],
         compute: Callable[[Jacobians, dict[Node, Tensor]], Tensor],
     ) -> Tensor:
-        """What ``compute`` makes of the values, one row for an image; from one of them if it is the same for all."""
+        """``compute`` applied to the values, one row per image; to one image only if the result is the same for all."""
         if not same:
             return compute(self.jacobians, values)
         if key not in self._constants:

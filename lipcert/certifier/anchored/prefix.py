@@ -10,9 +10,9 @@ on the image. Let all operations after it be smooth. With
 
 the prediction is constant for ‖x′ − x‖ < (r − e)/K: theorem 2 of docs/note.md.
 
-To first order (r − e)/K is m/(K‖∇_c m‖), where GloRo has m/(K K′) with a Lipschitz constant K′ of the layers behind c:
-smooth layers count with their slopes at the image. A certificate behind a Lipschitz map is from Zhong and Tandon,
-"SPLITZ", 2024 (arXiv 2407.02811), theorem 1, where it is that of randomized smoothing.
+To first order (r − e)/K is m/(K‖∇_c m‖), where GloRo has m/(K K′) with a Lipschitz constant K′ of the layers after c:
+smooth layers count with their slopes at the image. The certificate after a Lipschitz map is due to Zhong and Tandon,
+"SPLITZ", 2024 (arXiv 2407.02811), theorem 1, who use it with randomized smoothing.
 
 K and e belong to the very operations that compute c in the linearised network: both are read from its own graph. K is
 also read from one in which modules are whole, if c is certainly the output of a module there. The margins are those of
@@ -121,7 +121,7 @@ class PrefixedAnchored:
 
     @property
     def described(self) -> str:
-        """What is done, in a clause."""
+        """A clause that says how the network is divided."""
         place = self.cut.path.removeprefix("net").removeprefix(".") or "(model)"
         return f"the layers up to {place} are bounded by their Lipschitz constant, {self.constant:.4g}"
 
@@ -184,7 +184,7 @@ def anchored(
 ) -> Anchored | PrefixedAnchored:
     """The anchored certificate of a model in float64: after a cut, of the whole network, or both.
 
-    ``costly`` allows the whole network beside a cut, whatever that takes; all else is as for :class:`Anchored`.
+    ``costly`` allows the whole network besides a cut at any cost; the other arguments are those of :class:`Anchored`.
     """
     captured = recorded(model)
     fused = canonical_forms(captured, "remainder", examples(an_image(model)))

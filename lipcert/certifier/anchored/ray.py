@@ -1,6 +1,6 @@
 """Perturbations split into the part along one direction and the rest.
 
-The linearised margin changes only by the part of δ along its gradient. So a perturbation that takes much of the margin
+The linearised margin changes only by the part of δ along its gradient. So a perturbation that reduces the margin much
 is nearly parallel to the gradient, and moves most values by far less than the norms of their Jacobians allow. Let p be
 a unit vector and δ = s p + δ' with ⟨δ', p⟩ = 0, so that s² + ‖δ'‖² ≤ ε². For every map M, to first order,
 
