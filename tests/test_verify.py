@@ -400,7 +400,7 @@ def test_rows_about_other_models_are_refused(results):
     assert result.stdout == ""
     arguments = " ".join(f"{name}={value}" for name, value in load(None).source["arguments"].items())
     assert result.stderr == (
-        "note: the weights are random: train them (lipcert finetune), or begin with a model that has trained ones\n"
+        "note: the weights are random: train them (lipcert finetune), or start from a model with trained weights\n"
         "lipcert: r.jsonl holds rows about other weights; give the model that was certified, which was made with "
         f"{arguments}\n"
     )
