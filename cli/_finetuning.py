@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipcert.errors import InputError, Interrupted, LoadError
-from lipcert.inputs.artifact import save
+from lipcert.inputs.artifact import save, weights_hash
 from lipcert.inputs.data import Batch, Images, open_images
 from lipcert.inputs.files import reserve
 from lipcert.inputs.processes import Processes
@@ -76,7 +76,14 @@ class Training:
             self.recipe, self.reason = recipe_for(self.model)
         self.asked = settings_for(self.model, self.recipe, plan.given)
         self.of = TrainingImages(**{**(RECIPES[self.recipe].images if self.recipe else {}), **plan.images})
-        of_model, described = plan.of_model, self.asked.described()
+        teacher, of_model = plan.teacher, plan.of_model
+        try:
+            self.teacher = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
+        except LoadError as error:  # whose remedy would be for options of the teacher
+            reason = str(error).partition(";")[0]
+            raise LoadError(f"{reason}; --teacher takes a timm name, or a file that lipcert convert wrote") from error
+        hashed = None if self.teacher is None else weights_hash(self.teacher)
+        described = {**self.asked.described(), **asdict(self.of), "teacher": hashed}
         self.path = output(
             plan.out, f"{plan.source.stem}.finetuned", plan.source, of_model.files, self.model, "finetune", plan.force,
             described,
@@ -86,12 +93,6 @@ class Training:
         )
         if processes.first:
             reserve(self.unfinished, stack)
-        teacher = plan.teacher
-        try:
-            self.teacher = None if teacher is None else load_model(teacher, ModelOptions(device=of_model.device))
-        except LoadError as error:  # whose remedy would be for options of the teacher
-            reason = str(error).partition(";")[0]
-            raise LoadError(f"{reason}; --teacher takes a timm name, or a file that lipcert convert wrote") from error
         check_trainable(self.model, self.asked, self.teacher)
         self.images = self._open(self.of.limit)
         self.fits_head = (self.asked.loss, self.asked.only) == ("noise", "head")

@@ -990,6 +990,18 @@ def test_accuracies_before_and_after_are_of_the_same_images_of_all_classes(folde
     assert all(" of 6 (" in facts[f"clean accuracy, {when}"] for when in ("before", "after"))
 
 
+@pytest.mark.parametrize("other", [("--limit", 10), ("--teacher", "small.lipcert.safetensors")])
+def test_a_training_replaces_only_its_own_result(other, folder) -> None:
+    arguments = ("small.lipcert.safetensors", *SHORT, "--loss", "ce")
+    for _ in range(2):
+        run(*arguments)
+    assert [path.name for path in folder.glob("*finetuned*")] == ["small.finetuned.lipcert.safetensors"]
+    before = Path("small.finetuned.lipcert.safetensors").read_bytes()
+    run(*arguments, *other)
+    assert Path("small.finetuned.lipcert.safetensors").read_bytes() == before
+    assert Path("small.finetuned.2.lipcert.safetensors").exists()
+
+
 def test_the_command_takes_a_teacher_and_weights_for_other_classes(folder) -> None:
     fresh = vit(norm="keep", attention="keep", num_classes=7)
     torch.save(fresh.net.state_dict(), "seven.pth")

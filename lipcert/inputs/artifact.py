@@ -128,7 +128,7 @@ def check_free(
     """Refuses to overwrite a file with other content, unless ``force``.
 
     Other content is a file that is not an artifact, another architecture, a model that was constrained or fine-tuned
-    where the new one is not, and one that went through the step with other settings.
+    where the new one is not, and one that went through the step with other settings, or through others before it.
     """
     if path.suffix in {*WEIGHTS, ".onnx"} - {".safetensors"}:
         raise InputError(
@@ -151,8 +151,9 @@ def check_free(
     if lost:
         raise InputError(f"{path} holds a model after {', '.join(sorted(lost))}, and the new one is not; {way_out}")
     last = recipe[-1] if recipe else {}
-    if last.get("step") == step and any(last.get(key) != value for key, value in (settings or {}).items()):
-        raise InputError(f"{path} holds the result of {step} with other settings; {way_out}")
+    differs = recipe[:-1] != model.recipe or any(last.get(key) != value for key, value in (settings or {}).items())
+    if last.get("step") == step and settings is not None and differs:
+        raise InputError(f"{path} holds the result of {step} with other settings, or of another model; {way_out}")
 
 
 def load_artifact(path: str | os.PathLike[str]) -> Model:
