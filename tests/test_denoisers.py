@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import read_summary, run
+from commands import read_summary, run, timeless
 from scipy.fft import dctn, idctn
 from torch import Tensor, nn
 
@@ -26,6 +27,8 @@ from lipcert.denoisers._natural import WEIGHTS
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.data import open_images
+from lipcert.report._card import _command
+from lipcert.results import read_run
 from lipcert.settings import CertifySettings
 from lipcert.smoothing import Smoothing, choose_sigma, from_lattice, noise
 from lipcert.smoothing._binomial import posterior_above
@@ -182,7 +185,7 @@ def test_a_module_of_ones_own_under_a_known_name_is_not_written(tmp_path: Path) 
         lipcert.save(Denoised(small(), nn.Identity(), "dct"), tmp_path / "a.safetensors")
 
 
-def test_sigma_auto_looks_at_other_images() -> None:
+def test_sigma_auto_looks_at_other_images(monkeypatch) -> None:
     auto = partial(smoothed, "--sigma", "auto", "--out", "r.jsonl", "--limit")
     said = auto("6").stderr
     announced, line = [line for line in said.splitlines() if line.startswith("sigma: ")]
@@ -198,6 +201,11 @@ def test_sigma_auto_looks_at_other_images() -> None:
     assert "continuing after 6 images" in said
     assert "continuing after 6 images" in auto("20").stderr
     run(*VERIFY)
+    monkeypatch.setattr("sys.argv", ["lipcert", *auto.args, "20"])
+    auto("20")
+    again = shlex.split(_command(read_run(Path("r.jsonl"))))  # as the card has it
+    run(*(word.replace("r.jsonl", "again.jsonl") for word in again[1:]))
+    assert timeless("again.jsonl") == timeless("r.jsonl")
     choice["indices"] = choice["indices"][1::2]  # as if the images between them had been taken out, too
     Path("r.summary.json").write_text(json.dumps({**read_summary(), "sigma_choice": choice}))
     assert "not as sigma is chosen" in run(*VERIFY, code=1).stderr

@@ -117,10 +117,10 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         return self._read(self.order[i])
 
     def others(self, count: int) -> Batch | None:
-        """Up to ``count`` images that the run leaves out: the next ones of its shuffle; None if there are none."""
+        """Up to ``count`` images that the run leaves out: the last ones of its shuffle; None if there are none."""
         if self.limit is None or self.limit >= self.total:
             return None
-        indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][:count]
+        indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][-count:]
         return self._batch(tuple(indices)) if indices else None
 
     def may_be_others(self, indices: Sequence[int]) -> bool:

@@ -85,7 +85,7 @@ def _body(runs: Sequence[Run], eps: Eps, data: ModelCardData, artifact: Path | N
         about_data = [("data", _dataset(run)["dataset_name"]), ("preprocessing", run.preprocessing)]
         parts.append(table(("", ""), [*about_data, *facts(run, eps)], numbers=False))
     origin = [
-        ("weights", f"{f'{artifact.name}, ' if artifact else ''}SHA-256 {first.weights_hash or 'not recorded'}"),
+        ("weights", f"{f'{artifact.name}; ' if artifact else ''}SHA-256 of the tensors: {first.weights_hash or '–'}"),
         ("architecture", first.architecture.partition(" → ")[0]),
         ("base model", str(data.base_model or "not recorded")),
         *first.steps,
@@ -103,10 +103,11 @@ def _in_python(run: Run) -> bool:
 
 
 def _command(run: Run) -> str:
-    """The command of a run, without folders of absolute paths; for a run in Python, the call."""
+    """The command of a run, without folders of absolute paths, and with its σ; for a run in Python, the call."""
     if _in_python(run):
         return f"lipcert.certify(model, images, labels, {_settings(run)})  # the weights have the SHA-256 above"
-    return shlex.join(re.sub(r"^(.*=|\w+/)?/(?:[^/]*/)*([^/]*)$", r"\1path/to/\2", word) for word in command_of(run))
+    words = (re.sub(r"^(.*=|\w+/)?/(?:[^/]*/)*([^/]*)$", r"\1path/to/\2", word) for word in command_of(run))
+    return re.sub(r"(--sigma[ =])auto\b", rf"\g<1>{run.summary.get('sigma')}", shlex.join(words))
 
 
 def _use(run: Run, artifact: Path | None) -> str:
