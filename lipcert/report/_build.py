@@ -367,7 +367,7 @@ def _settings(run: Run) -> list[str]:
     rows = [
         ("model", run.architecture),
         *run.steps,
-        ("weights, SHA-256", run.weights_hash or "–"),
+        ("SHA-256 of the weights' tensors", run.weights_hash or "–"),
         ("images", f"{len(run)} of {data.get('images', '–')}, {os.path.basename(spec) or spec}"),
         ("preprocessing", run.preprocessing),
         ("method", str(summary.get("method", "–"))),
