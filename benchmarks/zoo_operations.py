@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 import lipcert.networks  # noqa: F401  (adds its architectures to timm's registry)
 from lipcert.bounds import RULES, kept_whole
-from lipcert.graph import SIGNATURES, Graph, Node, _capture, _forms, canonical, outline
+from lipcert.graph import SIGNATURES, Graph, Node, _capture, _forms, canonical, unchecked
 from lipcert.numerics import leaves
 
 STRUCTURES = "structures.jsonl"
@@ -84,9 +84,10 @@ def _class(module: nn.Module) -> str:
 
 
 def structure(net: nn.Module, whole: Callable[[nn.Module], bool] = kept_whole) -> Graph:
-    """The operations of a model without weights."""
+    """The operations of a model on the meta device, which has shapes but no values; never for bounds."""
     size: Any = net.default_cfg
-    return outline(net, size["input_size"], whole)
+    with torch.device("meta"):
+        return unchecked(net, torch.empty(1, *size["input_size"]), whole)
 
 
 class _Calls(TorchFunctionMode):

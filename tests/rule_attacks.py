@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,13 +11,10 @@ from torch import Tensor, nn
 
 from lipcert.bounds import (
     RULES,
-    Operand,
-    local_error,
     remainder_of,
 )
 from lipcert.bounds.testing import _Applied, _nodes
 from lipcert.graph import Node, evaluate
-from lipcert.numerics import Format
 
 # Jacobians and quotients are computed in float64. Rounding may raise them slightly above a tight bound.
 _SLACK = 1 + 1e-9
@@ -221,37 +216,3 @@ def _of_operand(node: Node, operand: Node, values: Mapping[Node, Tensor]) -> Ten
         lambda x: evaluate((node,), {**fixed, operand: x})[node], values[operand]
     )
     return jacobian.reshape(node.entries, operand.entries)
-
-
-def deployed(node: Node, operands: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Runs an operation in a format, with constants cast, on operands of shape (1, ...); returns float64."""
-    remaining = iter(operands)
-    args, kwargs = node.arguments(lambda _: next(remaining).to(dtype))
-
-    def cast(tree: Any) -> Any:
-        if isinstance(tree, Tensor) and tree.is_floating_point():
-            return tree.to(dtype)
-        return type(tree)(cast(item) for item in tree) if isinstance(tree, (tuple, list)) else tree
-
-    function = node.function
-    if isinstance(function, nn.Module):
-        function = copy.deepcopy(function).to(dtype)
-    with torch.no_grad():
-        result: Tensor = function(*(cast(a) for a in args), **{k: cast(v) for k, v in kwargs.items()})
-    return result.double()
-
-
-def check_rounding(node: Node, exact: Sequence[Tensor], nominal: Sequence[Tensor], fmt: Format) -> float:
-    """The largest rounding error of an operation as a fraction of its bound; 0 if the bound is infinite."""
-    operands = []
-    for near, exact_values in zip(nominal, exact, strict=True):
-        away = (near - exact_values).norm()[None] * (1 + 1e-12)
-        operands.append(Operand(near[None], away, torch.full_like(away, math.inf)))
-    bound = local_error(node, operands, fmt)[0].detach()
-    rounded, unrounded = deployed(node, exact, fmt.dtype), deployed(node, exact, torch.float64)
-    error = (rounded - unrounded).abs().masked_fill(rounded == unrounded, 0.0)  # −∞ of a mask is exact: ∞ − ∞ is NaN
-    assert bound.shape == error.shape, f"the rounding of {node.name}: a bound for each entry is expected"
-    assert bool(((error <= bound) | bound.isinf()).all()), (  # 0/0 is NaN
-        f"the error of {node.name} in {fmt.dtype} exceeds its bound by {float((error - bound).max()):.6g}"
-    )
-    return float((error / bound.clamp_min(1e-300)).nan_to_num(0.0).max()) if error.numel() else 0.0

@@ -29,7 +29,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.data import order_of
 from lipcert.report import _build, _card, _figures, model_card, read_runs, remarks, to_html, write
-from lipcert.report._curves import share_above, span
+from lipcert.report._figures import share_above, span
 from lipcert.report._words import promises, radius
 from lipcert.results import same_examples, wilson
 from lipcert.results._rows import thinned

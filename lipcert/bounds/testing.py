@@ -178,17 +178,24 @@ def _deviations(at: list[Tensor], draw: torch.Generator) -> tuple[tuple[Tensor, 
 def _rounding(module: nn.Module, images: list[Tensor]) -> Measured:
     for node, values in _nodes(module, images, "rounding"):
         for dtype in DTYPES.values():
-            exact = [values[o].to(dtype).double() for o in node.operands]
-            operands = []
-            for operand, near in zip(node.operands, exact, strict=True):
-                away = (values[operand] - near).norm()[None] * (1 + 1e-12)
-                operands.append(Operand(values[operand][None], away, torch.full_like(away, math.inf)))
-            bound = local_error(node, operands, Format.of(dtype))[0]
+            nominal = [values[o] for o in node.operands]
             try:
-                error = (_in(dtype, node, exact) - _in(torch.float64, node, exact)).abs()
+                error, bound = _error(node, [value.to(dtype).double() for value in nominal], nominal, dtype)
             except NotImplementedError:  # torch has no such kernel on this device, so nothing is deployed
                 continue
             yield f"the error of {node.name} in {dtype}", error, bound, 0.0
+
+
+@torch.no_grad()
+def _error(node: Node, exact: list[Tensor], nominal: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rounding errors of an operation in a format, on operands in the format, and their bounds by nominal ones."""
+    away = [(near - value).norm()[None] * (1 + 1e-12) for near, value in zip(nominal, exact, strict=True)]
+    operands = [
+        Operand(near[None], rho, torch.full_like(rho, math.inf)) for near, rho in zip(nominal, away, strict=True)
+    ]
+    rounded, unrounded = _in(dtype, node, exact), _in(torch.float64, node, exact)
+    error = (rounded - unrounded).abs().masked_fill(rounded == unrounded, 0.0)  # −∞ of a mask is exact: ∞ − ∞ is NaN
+    return error, local_error(node, operands, Format.of(dtype))[0]
 
 
 def _in(dtype: torch.dtype, node: Node, operands: list[Tensor]) -> Tensor:

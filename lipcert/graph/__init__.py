@@ -5,7 +5,7 @@
 no bounds.
 """
 
-from lipcert.graph._capture import capture, outline, unchecked
+from lipcert.graph._capture import capture, unchecked
 from lipcert.graph._constants import MADE, UNKNOWN
 from lipcert.graph._graph import Emit, Graph, Node, evaluate, evaluate_each, rewritten
 from lipcert.graph._intact import alterations, check_torch

@@ -482,15 +482,3 @@ def unchecked(
     recorder = _Recorder(module, images, whole, getattr(module, "real", False) is True, constants)
     with torch.no_grad():
         return recorder.graph(recorder.run(module, images.clone()))
-
-
-def outline(
-    module: nn.Module, size: tuple[int, ...], whole: Callable[[nn.Module], bool] = lambda module: False
-) -> Graph:
-    """Lists the operations of a network on the meta device, which has shapes but no values.
-
-    Nothing is computed, so the graph is not compared with the network. Use it to find the rules that a network needs,
-    never for bounds.
-    """
-    with torch.device("meta"):
-        return unchecked(module, torch.empty(1, *size, device="meta"), whole)

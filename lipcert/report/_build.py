@@ -11,7 +11,7 @@ import numpy as np
 
 from lipcert.report import _figures
 from lipcert.report._artifact import by_model, title
-from lipcert.report._curves import span
+from lipcert.report._figures import span
 from lipcert.report._markdown import MARK, Document, bold, code, escaped, heading, items, link, picture, table
 from lipcert.report._words import (
     about,

@@ -6,15 +6,16 @@ import contextlib
 import functools
 import importlib.util
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lipcert.report._curves import share_above, span
-from lipcert.report._words import lower_bound, right, upper_bound
+from lipcert.report._words import UNBOUNDED, lower_bound, right, upper_bound
 from lipcert.results import Run
 
 # The palette of Okabe and Ito (2008), distinct for all kinds of colour vision, without black and light yellow.
@@ -184,3 +185,32 @@ def _scale(axes: Any, start: float, end: float, logarithmic: bool) -> None:
     if logarithmic:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: "")
+
+
+Array = NDArray[np.float64]
+
+# If at least a quarter of the radii are smaller than the large ones by this factor, ε is shown on a logarithmic scale.
+WIDE = 100.0
+# A logarithmic scale starts at most this factor below the smaller of ε and the large radii, down to a power of ten.
+_DECADES = 1e3
+
+
+def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:
+    """Share of images that are counted and have a value strictly larger than ε, among all images."""
+    above = np.sort(values[counted])
+    return (len(above) - np.searchsorted(above, eps, side="right")) / len(values)
+
+
+def span(runs: Sequence[Run]) -> tuple[float, float, bool]:
+    """The range of ε to show, and the kind of scale."""
+    radii = np.concatenate([run.radii[run.right] for run in runs])
+    radii = radii[(radii > 0) & (radii < UNBOUNDED)]
+    targets = [eps for run in runs for eps, _ in run.every_eps]
+    end = 1.08 * max([*targets, *radii.tolist()])
+    if not len(radii):
+        return 0.0, end, False
+    low, quarter, high = np.quantile(radii, [0.05, 0.25, 0.95])
+    if max(high, *targets) / quarter < WIDE:
+        return 0.0, end, False
+    # A few tiny radii must not press what happens around ε against the right edge.
+    return 10.0 ** math.floor(math.log10(max(low, min(high, *targets) / _DECADES))), end, True

@@ -11,12 +11,13 @@ from timm.data import ImageNetInfo
 
 from lipcert.inputs.files import printable
 from lipcert.numerics import WORDS
-from lipcert.report._curves import UNBOUNDED
 from lipcert.results import Run
 from lipcert.settings import shown
 
 TEMPLATES = Environment(loader=PackageLoader("lipcert", "assets"), autoescape=select_autoescape())
 IMAGENET = 1000  # classes of ImageNet-1k
+# Larger than the diameter of every image box: a radius beyond it means that the whole box is certified.
+UNBOUNDED = 1e5
 _EVIDENCE = {"rounding": "round-off"}
 
 
