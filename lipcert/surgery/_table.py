@@ -131,61 +131,34 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 KEPT: dict[str, str] = {
     name: reason
     for reason, classes in {
-        "mixes the logits of different heads (talking heads)": (
-            "timm.models.cait: TalkingHeadAttn; timm.models.efficientformer_v2: Attention2d Attention2dDownsample"
-        ),
-        "attends among channels: there is no pair of tokens with a distance": (
-            "timm.models.xcit: XCA; timm.models.edgenext: CrossCovarianceAttn; timm.models.davit: "
-            "ChannelAttention ChannelAttentionV2"
-        ),
-        "keys come from pooled or convolved tokens, and a distance needs queries and keys from the same ones": (
+        "queries and keys may be different tokens (pooled, convolved, learned), and a distance needs the same": (
             "timm.models.pvt_v2: Attention; timm.models.twins: GlobalSubSampleAttn; timm.models.mvitv2: "
             "MultiScaleAttention MultiScaleAttentionPoolFirst; timm.models.nextvit: EfficientAttention; "
             "timm.models.lowformer: ConvAttention; timm.models.cpubone: ConvAttention; timm.models.levit: "
-            "AttentionDownsample; timm.layers.attention2d: MultiQueryAttentionV2 MultiQueryAttention2d"
+            "AttentionDownsample; timm.layers.attention2d: MultiQueryAttentionV2 MultiQueryAttention2d; "
+            "timm.layers.attention_pool: AttentionPoolLatent AttentionPoolPrr; timm.layers.attention_pool2d: "
+            "AttentionPool2d RotAttentionPool2d; timm.models._efficientnet_blocks: MobileAttention; "
+            "torch.nn.modules.activation: MultiheadAttention"
         ),
-        "mixes its softmax with one of the positions, and divides by the sum": "timm.models.convit: GPSA",
-        "a gate computed from the tokens multiplies its result": "timm.models.iformer: SHMA",
-        "answers for a part of the channels, and its maps end in batch norms": "timm.models.shvit: SHSA",
-        "one map makes queries, keys, values and the MLP's units": (
-            "timm.models.vision_transformer: ParallelScalingBlock"
+        "more than attention: mixed heads, two softmaxes, or a gate, norm or activation before the output projection": (
+            "timm.models.cait: TalkingHeadAttn; timm.models.efficientformer_v2: Attention2d Attention2dDownsample; "
+            "timm.models.convit: GPSA; timm.models.iformer: SHMA; timm.models.shvit: SHSA; timm.models.levit: "
+            "Attention; timm.models.vision_transformer: ParallelScalingBlock DiffParallelScalingBlock; "
+            "timm.layers.diff_attention: DiffAttention; timm.models.tiny_vit: Attention; "
+            "timm.models.efficientvit_msra: CascadedGroupAttention; timm.models.gemma4_vit: Gemma4Attention"
         ),
-        "the difference of two softmaxes": (
-            "timm.models.vision_transformer: DiffParallelScalingBlock; timm.layers.diff_attention: DiffAttention"
-        ),
-        "a state space, not attention among tokens": "timm.models.efficientvim: HSMSSD",
-        "an activation stands before the output projection, and its maps end in batch norms": (
-            "timm.models.levit: Attention"
-        ),
-        "normalises its own input": "timm.models.tiny_vit: Attention",
-        "its heads run in turn, each on the last one's result": "timm.models.efficientvit_msra: CascadedGroupAttention",
-        "normalises its values": "timm.models.gemma4_vit: Gemma4Attention",
-        "queries are learned and not tokens, and distances to fixed points have no Lipschitz constant": (
-            "timm.layers.attention_pool: AttentionPoolLatent AttentionPoolPrr"
-        ),
-        "the query is the mean of the tokens": "timm.layers.attention_pool2d: AttentionPool2d RotAttentionPool2d",
-        "weights come from one token, not from pairs": "timm.models.volo: OutlookAttention",
-        "a convolution, not attention among tokens": "timm.models.nextvit: ConvAttention",
-        "linear attention: no softmax over pairs of tokens": (
-            "timm.models.mobilevit: LinearSelfAttention; timm.models.coat: FactorAttnConvRelPosEnc; "
-            "timm.models.swiftformer: EfficientAdditiveAttention; timm.models.efficientvit_mit: LiteMLA"
+        "no softmax over pairs of tokens: linear attention, or one among channels, or a gate or convolution": (
+            "timm.models.xcit: XCA; timm.models.edgenext: CrossCovarianceAttn; timm.models.davit: ChannelAttention "
+            "ChannelAttentionV2; timm.models.efficientvim: HSMSSD; timm.models.volo: OutlookAttention; "
+            "timm.models.nextvit: ConvAttention; timm.models.mobilevit: LinearSelfAttention; timm.models.coat: "
+            "FactorAttnConvRelPosEnc; timm.models.swiftformer: EfficientAdditiveAttention; "
+            "timm.models.efficientvit_mit: LiteMLA; timm.layers.non_local_attn: NonLocalAttn BatNonLocalAttn "
+            "BilinearAttnTransform; timm.layers.lambda_layer: LambdaLayer; timm.layers.cbam: ChannelAttn "
+            "LightChannelAttn SpatialAttn LightSpatialAttn; timm.layers.coord_attn: CoordAttn SimpleCoordAttn "
+            "EfficientLocalAttn StripAttn; timm.layers.split_attn: SplitAttn; timm.layers.selective_kernel: "
+            "SelectiveKernelAttn; timm.layers.global_context: GlobalContext; timm.models.csatv2: SpatialAttention"
         ),
         _QUERY_BIAS: "timm.layers.bottleneck_attn: BottleneckAttn; timm.layers.halo_attn: HaloAttn",
-        "without a softmax over pairs of tokens, or with maps that end in norms": (
-            "timm.layers.non_local_attn: NonLocalAttn"
-        ),
-        "bilinear attention: products of two softmaxes": (
-            "timm.layers.non_local_attn: BatNonLocalAttn BilinearAttnTransform"
-        ),
-        "keys are normalised over the tokens, and there is no pair of tokens": "timm.layers.lambda_layer: LambdaLayer",
-        "a gate, not attention among tokens": (
-            "timm.layers.cbam: ChannelAttn LightChannelAttn SpatialAttn LightSpatialAttn; timm.layers.coord_attn: "
-            "CoordAttn SimpleCoordAttn EfficientLocalAttn StripAttn; timm.layers.split_attn: SplitAttn; "
-            "timm.layers.selective_kernel: SelectiveKernelAttn; timm.layers.global_context: GlobalContext; "
-            "timm.models.csatv2: SpatialAttention"
-        ),
-        "a block around attention with pooled keys": "timm.models._efficientnet_blocks: MobileAttention",
-        "queries, keys and values may be different tokens": "torch.nn.modules.activation: MultiheadAttention",
     }.items()
     for name in _named(classes)
 }
