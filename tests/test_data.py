@@ -15,7 +15,7 @@ from torch import nn
 
 from lipcert.errors import InputError
 from lipcert.inputs import data
-from lipcert.inputs import named_data as _named_data
+from lipcert.inputs import data as _data
 from lipcert.inputs.data import open_images
 from lipcert.inputs.loading import load
 
@@ -303,7 +303,7 @@ def test_data_sets_of_the_hub(monkeypatch):
         def __getitem__(self, i):
             return io.BytesIO(picture(10 * i)), labels[i]
 
-    monkeypatch.setattr(_named_data.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(_data.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(timm.data, "create_dataset", lambda *_, **__: timm.data.ImageDataset("", reader=Reader()))
     labels = [2, 0, 1]
     images = open_images("hfds/owner/name", model())

@@ -146,7 +146,7 @@ def test_no_training_images_are_made_up(tmp_path):
     root = write(tmp_path / "root", "val/a/1.png", "val/b/1.png", "test/a/1.png")
     refused("no training images", "test, val", spec=root, purpose="train")
     refused("two folders for one split", spec=write(tmp_path / "two", "val/a/1.png", "valid/a/1.png"))
-    refused("give the folder of one", spec=write(tmp_path / "mixed", "a/1.png", "b/1.png", "test/a/1.png"))
+    refused("give one split", spec=write(tmp_path / "mixed", "a/1.png", "b/1.png", "test/a/1.png"))
 
 
 def test_classes_of_a_split_are_numbered_among_those_of_the_training_images(tmp_path):

@@ -16,7 +16,7 @@ from modules import refusal
 from torch import nn
 
 import lipcert
-from lipcert.inputs import named_data as _named_data
+from lipcert.inputs import data as _data
 from lipcert.inputs.data import open_images
 from lipcert.training import Augmentation, Batches, finetune
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_downloaded_is_one_line(root):
 
 
 def test_the_package_that_reads_a_data_set_is_named(root, monkeypatch):
-    monkeypatch.setattr(_named_data.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(_data.importlib.util, "find_spec", lambda _: None)
     refused("torch/svhn", "pip install scipy")
     refused("hfds/x", "pip install datasets")
 

@@ -89,6 +89,13 @@ def test_safetensors_with_and_without_prefixes(net, tmp_path, prefix):
     assert same(load(NAME, checkpoint=tmp_path / "w.safetensors", **GIVEN), net)
 
 
+def test_a_configuration_beside_the_weights_is_said_not_to_be_read(net, tmp_path):
+    safetensors.torch.save_file(net.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": NAME, "pretrained_cfg": {"mean": [0.1] * 3}}))
+    with pytest.warns(UserWarning, match=r"config\.json beside it is not read: mean"):
+        load(NAME, checkpoint=tmp_path / "model.safetensors", **GIVEN)
+
+
 def test_the_normaliser_of_robustness(net, tmp_path):
     state = {**prefixed(net, "module.model."), **prefixed(net, "module.attacker.model.")}
     state |= {

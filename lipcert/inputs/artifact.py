@@ -6,11 +6,12 @@ network, repeats the surgery, copies the weights and compares their hash. Nothin
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,17 @@ import safetensors
 import safetensors.torch
 import timm
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils._pytree import tree_leaves
 
 from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line
-from lipcert.inputs.construction import check_described
-from lipcert.inputs.files import WEIGHTS, no_file, replacing
+from lipcert.inputs.files import WEIGHTS, File, no_file, replacing
 from lipcert.inputs.matching import check_finite
 from lipcert.inputs.sources import is_artifact
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
@@ -35,7 +41,19 @@ from lipcert.surgery import swap
 
 FORMAT = 1
 _HALVES = (torch.float16, torch.bfloat16)
+_FAILURES = (SafetensorError, LipcertError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 _WIDE = {"float32": torch.float32, "float64": torch.float64}
+
+# Limits on the sum of a network's integer arguments (widths, depths) and on its largest float (ratios). With larger
+# ones timm would build lists of that length before the first weight.
+_WHOLE = 2**21
+_RATIO = 1000.0
+# The largest number of modules and parameters per tensor of the file.
+_PARTS = 100
+_FEW_TENSORS = 100
+# Limits for buffers that files omit, such as position tables and window masks: entries, and entries per weight.
+_BUFFERS = 2**27
+_BUFFERS_A_WEIGHT = 64
 
 # Before the names of a denoiser's tensors; those of the network have nothing before them.
 _DENOISER = "denoiser."
@@ -50,7 +68,7 @@ _FIELDS: dict[str, type] = {
 @alone
 def save(
     model: Model | nn.Module,
-    path: str | os.PathLike[str],
+    path: File,
     facts: Mapping[str, Any] | None = None,
     *,
     force: bool = False,
@@ -98,19 +116,16 @@ def save(
     }
     tensors = {name: value.detach().cpu().contiguous() for name, value in _state(model).items()}
     half = _half(tensors)
-    if half is not None:
-        content["dtype"] = str(model.dtype).removeprefix("torch.")
+    content |= {"dtype": str(model.dtype).removeprefix("torch.")} if half else {}
     try:
         entry = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"the model's arguments and facts must be values that JSON can represent: {first_line(error)}"
-        ) from error
+        raise InputError(f"arguments and facts must be values that JSON can represent: {first_line(error)}") from error
     tensors = {name: (v.to(half) if half and v.is_floating_point() else v.clone()) for name, v in tensors.items()}
     try:
         with replacing(path) as partial:
             safetensors.torch.save_file(tensors, partial, metadata={"lipcert": entry})
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(f"cannot write {path}: {first_line(error)}") from error
 
 
@@ -131,20 +146,16 @@ def check_free(
     where the new one is not, and one that went through the step with other settings, or through others before it.
     """
     if path.suffix in {*WEIGHTS, ".onnx"} - {".safetensors"}:
-        raise InputError(
-            f"an artifact is a safetensors file, and {path} would pass for another; call it {path.stem}.safetensors"
-        )
+        raise InputError(f"an artifact is a safetensors file, and {path} is none; call it {path.stem}.safetensors")
     if force or not os.path.exists(path):
         return
     way_out = f"give another name, or replace it with {as_given('force=True', '--force')}"
     if not is_artifact(path):
         raise InputError(f"{path} exists and is not a lipcert artifact; {way_out}")
-    architecture = model.source.get("name")
-    try:
+    architecture, other, recipe = model.source.get("name"), None, []
+    with contextlib.suppress(LoadError):
         content = read_metadata(path)
         other, recipe = content["source"].get("name"), content["recipe"]
-    except LoadError:
-        other, recipe = None, []
     if other != architecture:
         raise InputError(f"{path} holds {other or 'a damaged artifact'}, not {architecture}; {way_out}")
     lost = {entry["step"] for entry in recipe} - {"convert", step, *(entry["step"] for entry in model.recipe)}
@@ -156,17 +167,15 @@ def check_free(
         raise InputError(f"{path} holds the result of {step} with other settings, or of another model; {way_out}")
 
 
-def load_artifact(path: str | os.PathLike[str]) -> Model:
+def load_artifact(path: File) -> Model:
     """Rebuilds the model that :func:`save` wrote."""
     path = Path(path)
     content = read_metadata(path)
     source = content["source"]
     name, arguments = source.get("name"), source.get("arguments")
     if not isinstance(name, str) or not timm.is_model(name):
-        raise LoadError(
-            f"{path} names the architecture {name!r}, which timm {timm.__version__} does not have; "
-            "if a module of yours registers it, import that first: --import MODULE"
-        )
+        other = f"{name!r}, which timm {timm.__version__} does not have"
+        raise LoadError(f"{path} names the architecture {other}; import the module that registers it: --import MODULE")
     if not isinstance(arguments, dict) or WEIGHT_ARGUMENTS & arguments.keys():
         raise LoadError(f"{path} is damaged: its model arguments are not those of a lipcert artifact; write it again")
 
@@ -177,16 +186,10 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
         with safetensors.safe_open(path, framework="pt") as file:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         before = tuple(_DENOISER for step in content["recipe"] if step["step"] == "denoise")
-        check_described(build, arguments, {key: shape for key, shape in shapes.items() if not key.startswith(before)})
+        _check_described(build, arguments, {key: shape for key, shape in shapes.items() if not key.startswith(before)})
         net = build()
-        model = Model(
-            net,
-            mean=content["mean"],
-            std=content["std"],
-            input_size=content["input_size"],
-            source=source,
-            data_config=content["data_config"],
-        )
+        stored = {key: content[key] for key in ("mean", "std", "input_size", "source", "data_config")}
+        model = Model(net, **stored)
         for step in content["recipe"]:
             if step["step"] == "denoise":
                 model = Denoised(model, str(step["denoiser"]))
@@ -194,16 +197,7 @@ def load_artifact(path: str | os.PathLike[str]) -> Model:
         model.class_names = tuple(map(str, content.get("classes") or ()))
         model.sigma = float(content["sigma"]) if "sigma" in content else None
         _fill(model, path, shapes, _WIDE[content["dtype"]] if "dtype" in content else None)
-    except (
-        safetensors.SafetensorError,
-        LipcertError,
-        AttributeError,  # types that torch lacks
-        LookupError,
-        OSError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _FAILURES as error:
         raise LoadError(f"{path} does not fit the network it describes: {first_line(error)}; write it again") from error
     model.mean, model.std = model.mean.to(model.dtype), model.std.to(model.dtype)
     if weights_hash(model) != content["weights_hash"]:
@@ -226,16 +220,14 @@ def _fill(model: Model, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype
         tensor.data = value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
 
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_metadata(path: File) -> dict[str, Any]:
     """Reads an artifact's metadata, without the weights, and checks them for completeness and changes."""
     path = Path(path)
     if not os.path.isfile(path):
         raise no_file(path)
     entry = keys_of(path)[1].get("lipcert")
     if entry is None:
-        raise LoadError(
-            f"{path} is not a lipcert artifact; give the timm name, and the file with {as_given('checkpoint=')}"
-        )
+        raise LoadError(f"{path} is not a lipcert artifact; give the timm name, and this as {as_given('checkpoint=')}")
     try:
         content = json.loads(entry)
         newer = content["format"] > FORMAT
@@ -245,7 +237,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         whole = newer = changed = False
     if newer:
         raise LoadError(
-            f"{path} has format {content['format']}, written by a newer lipcert; this one reads {FORMAT}: update it"
+            f"{path} has format {content['format']}, of a newer lipcert; this one reads {FORMAT}: update it"
         )
     if not whole:
         raise LoadError(f"{path} is damaged: its lipcert metadata cannot be read; copy it or write it again")
@@ -295,10 +287,7 @@ def check_rebuilds(model: Model) -> None:
             "again when you load it: lipcert.SmoothedClassifier(model, sigma, denoiser), or --denoiser"
         )
     if not model.source:
-        raise InputError(
-            "the network was given as a module that timm did not make, so a file cannot rebuild it; "
-            "load it by name, or save its state_dict() yourself"
-        )
+        raise InputError("no file rebuilds a module that timm did not make; load it by name, or save its state_dict()")
     net = _built(model.source["name"], model.source["arguments"], model.recipe)
     kinds, converted = dict(net.named_modules()), model.net.state_dict().keys() <= net.state_dict().keys()
     for path, part in model.net.named_modules() if model.presumed and converted else ():
@@ -312,13 +301,12 @@ def check_rebuilds(model: Model) -> None:
         return
     if model.presumed:
         raise InputError(
-            f"timm builds another network for {model.source['name']} than this module is, with the arguments that it "
-            "shows, so a file cannot rebuild it; give those it was made with: lipcert.save(..., arguments={...})"
+            f"timm builds another network for {model.source['name']} with the arguments that this module shows; give "
+            "those it was made with: lipcert.save(..., arguments={...})"
         )
     raise InputError(
         f"the network is not {model.source['name']} with its recorded surgery, or computes something else, as after a "
-        "change of its attributes, hooks or methods, so a file cannot rebuild it; undo that, or save its state_dict() "
-        "yourself"
+        "change of its attributes, hooks or methods, which no file rebuilds; undo that, or save its state_dict()"
     )
 
 
@@ -357,3 +345,41 @@ def _structure(net: nn.Module) -> list[object]:
 
 def _checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _check_described(
+    build: Callable[[], nn.Module], arguments: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Builds a network without storage and compares it with the tensors of a file.
+
+    The work is bounded by the size of the file: construction stops as soon as the network has many more parts than the
+    file has tensors.
+    """
+    numbers = [value for value in tree_leaves(dict(arguments)) if isinstance(value, (int, float))]
+    whole = sum(abs(number) for number in numbers if isinstance(number, int))
+    if whole > _WHOLE or not all(abs(number) <= _RATIO for number in numbers if isinstance(number, float)):
+        raise ValueError("its arguments ask for a network of absurd size")
+    with _limited(_PARTS * (len(shapes) + _FEW_TENSORS)), torch.device("meta"):
+        net = build()
+    built = {name: tuple(value.shape) for name, value in net.state_dict().items()}
+    if built != shapes:
+        name = next(name for name in (*built, *shapes) if built.get(name) != shapes.get(name))
+        raise ValueError(f"{name} is {shapes.get(name, 'missing')} in the file and {built.get(name, 'missing')} in it")
+    weights = sum(value.numel() for value in net.parameters())
+    if sum(value.numel() for value in net.buffers()) > _BUFFERS + _BUFFERS_A_WEIGHT * weights:
+        raise ValueError("its tables are far larger than its weights")
+
+
+@contextlib.contextmanager
+def _limited(parts: int) -> Iterator[None]:
+    """Raises a ValueError when a network under construction has more modules and parameters than ``parts``."""
+    registered = 0
+
+    def count(_module: nn.Module, _name: str, _value: object) -> None:
+        nonlocal registered
+        registered += 1
+        if registered > parts:
+            raise ValueError("its arguments describe a larger network than its weights fill")
+
+    with register_module_module_registration_hook(count), register_module_parameter_registration_hook(count):
+        yield

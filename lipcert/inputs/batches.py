@@ -64,9 +64,7 @@ def _native(array: np.ndarray) -> Tensor:
     try:
         return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
     except TypeError as error:
-        raise InputError(
-            f"an array is of {array.dtype}, which is no type of numbers of torch; convert it by astype"
-        ) from error
+        raise InputError(f"an array is of {array.dtype}, which torch does not have; convert it by astype") from error
 
 
 def _kind(images: Any) -> tuple[str, str]:
@@ -98,10 +96,8 @@ class Share:
 
     def __post_init__(self) -> None:
         if isinstance(self.loader, Iterator):
-            raise InputError(
-                "the images are read more than once, and this iterator gives them only once; "
-                "pass a tensor, a list of batches or a DataLoader"
-            )
+            remedy = "pass a tensor, a list of batches or a DataLoader"
+            raise InputError(f"the images are read more than once, and this iterator gives them only once; {remedy}")
 
     def __iter__(self) -> Iterator[Tensor]:
         for images, _ in self.pairs():

@@ -18,9 +18,11 @@ from typing import Any
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
 from lipcert.errors import InputError, first_line, shortened
-from lipcert.inputs.files import listing, printable
+from lipcert.inputs.files import File, listing, printable
 from lipcert.inputs.formats import told
 
+# How surely a column is that of files, how many it has, its number, the entry of each file, and all labels.
+_Column = tuple[tuple[bool, int], int, int, dict[str, str], dict[str, str]]
 # Folders that hold all images of a data set, and are no class.
 CONTAINERS = frozenset(("images", "image", "imgs", "img", "data", "dataset"))
 # Names of columns, in which case, spaces and signs do not count: of files, of numbers of rows, and of labels.
@@ -44,14 +46,10 @@ def composed(name: str) -> str:
 def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whose: str) -> dict[str, int]:
     """The number of each name among ``whose`` classes; composed and decomposed accents are the same name."""
     known = {composed(name): number for number, name in enumerate(classes)}
-    found = {name: known.get(composed(name)) for name in names}
-    unknown = [name for name, number in found.items() if number is None]
-    if unknown:
-        raise InputError(
-            f"{spec} has classes that are none of {whose}: {listing(unknown)}; those are {listing(classes)}; rename "
-            "them, or number them with --classes FILE"
-        )
-    numbers = {name: number for name, number in found.items() if number is not None}
+    if unknown := [name for name in names if composed(name) not in known]:
+        known_ones = f"{whose}: {listing(unknown)}; those are {listing(classes)}"
+        raise InputError(f"{spec} has classes that are none of {known_ones}; rename or number them with --classes FILE")
+    numbers = {name: known[composed(name)] for name in names}
     twice = [name for name, number in numbers.items() if Counter(numbers.values())[number] > 1]
     if twice:
         raise InputError(f"{spec} has two folders for one class: {listing(twice)}; merge them")
@@ -85,7 +83,7 @@ def natural(names: Sequence[str]) -> list[str]:
     return sorted(sorted(names), key=lambda name: _DIGITS.sub(number, name.lower()))
 
 
-def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int) -> dict[str, int]:
+def read_classes(path: File, names: Sequence[str], count: int) -> dict[str, int]:
     """The numbers of some classes by a list, or JSON.
 
     A list has one name per line, in the order of the numbers, as timm's class maps; or a name and its number.
@@ -107,19 +105,16 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
         else:
             pairs = [(name, number) for number, name in enumerate(lines)]
     if not mapping and len(pairs) != count:
-        raise InputError(
-            f"{path} names {len(pairs)} classes, and the model has {count}; give each one entry, and write nothing else"
-        )
-    wrong = next(((name, number) for name, number in pairs if not 0 <= number < count), None)
-    if wrong is not None:
-        from_one = {min(number for _, number in pairs), max(number for _, number in pairs)} == {1, count}
-        remedy = "it counts from 1, and classes count from 0: subtract 1" if from_one else "correct it"
-        raise InputError(
-            f"{path} gives {shortened(wrong[0])} the number {wrong[1]}, which is not 0 to {count - 1}; {remedy}"
-        )
+        raise InputError(f"{path} names {len(pairs)} classes, and the model has {count}; give each one entry alone")
+    every = [number for _, number in pairs]
+    for name, number in pairs:
+        if not 0 <= number < count:
+            from_one = (min(every), max(every)) == (1, count)
+            remedy = "it counts from 1, and classes count from 0: subtract 1" if from_one else "correct it"
+            given = f"{shortened(name)} the number {number}"
+            raise InputError(f"{path} gives {given}, which is not 0 to {count - 1}; {remedy}")
     numbers = {composed(name): number for name, number in pairs}
-    missing = [name for name in names if composed(name) not in numbers]
-    if missing:
+    if missing := [name for name in names if composed(name) not in numbers]:
         raise InputError(
             f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes), but "
             f"{listing([*numbers])}; add them, or write them as the folders are called"
@@ -135,7 +130,7 @@ def read_classes(path: str | os.PathLike[str], names: Sequence[str], count: int)
     return {name: numbers[composed(name)] for name in names}
 
 
-def _of_json(text: str, path: str | os.PathLike[str]) -> list[tuple[str, int]]:
+def _of_json(text: str, path: File) -> list[tuple[str, int]]:
     """Names and numbers of a JSON list, or of an object in either direction, as the ``id2label`` of a hub's model."""
     try:
         content = json.loads(text, object_pairs_hook=_once)
@@ -144,10 +139,8 @@ def _of_json(text: str, path: str | os.PathLike[str]) -> list[tuple[str, int]]:
                 content = content[key]
         return _pairs(content)
     except (AttributeError, IndexError, ValueError) as error:
-        raise InputError(
-            f"{path} is no list of classes ({first_line(error)}); give a JSON list of names, or an object of names and "
-            "their numbers"
-        ) from error
+        remedy = "give a JSON list of names, or an object of names and their numbers"
+        raise InputError(f"{path} is no list of classes ({first_line(error)}); {remedy}") from error
 
 
 def _pairs(content: Any) -> list[tuple[str, int]]:
@@ -179,7 +172,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class LabelList:
     """The label of each file, as text: CSV with columns of file names and of labels, or these two without a head."""
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: File):
         self.path = Path(path)
         text = _text(self.path)
         if text.lstrip().startswith(("{", "[")):
@@ -201,10 +194,8 @@ class LabelList:
             rows, found = [[sign.join(row[:-1]), row[-1]] for row in rows], [1]  # names may hold the sign
             self.head = self.plain = rows[0]
         else:
-            raise InputError(
-                f"{path} has the columns {listing(self.head) or 'none'}; it needs one of file names, called filename, "
-                "and one of labels, called label"
-            )
+            needed = "it needs one of file names, called filename, and one of labels, called label"
+            raise InputError(f"{path} has the columns {listing(self.head) or 'none'}; {needed}")
         self.columns = [number for number in range(len(self.head)) if number not in found]
         self.label, self.rows = found[0], [row for row in rows if len(row) > found[0]]
         every = dict.fromkeys(part for row in self.rows for part in _SEVERAL.split(row[self.label]))
@@ -215,9 +206,7 @@ class LabelList:
 
         The folder has several ``roots`` where a link leads to it.
         """
-        by_root = (
-            sorted(self._column(number, names, root) for number in self.columns) for root in dict.fromkeys(roots)
-        )
+        by_root = (sorted(self._column(one, names, root) for one in self.columns) for root in dict.fromkeys(roots))
         *others, (surely, matched, column, found, labels) = max(by_root, key=lambda columns: columns[-1][:2])
         for surely_too, many, other, also, differently in others:
             contradict = any(labels[found[name]] != differently[also[name]] for name in found.keys() & also.keys())
@@ -231,24 +220,20 @@ class LabelList:
             if key is None or not labels[key]:
                 missing.append(name)
             elif _SEVERAL.search(labels[key]):
-                raise InputError(
-                    f"{self.path} has several labels for {shortened(key)}: {shortened(labels[key])}; keep one"
-                )
+                several = f"several labels for {shortened(key)}: {shortened(labels[key])}"
+                raise InputError(f"{self.path} has {several}; keep one")
             elif keys.setdefault(key, name) != name:
                 files = f"{shortened(keys[key])} and {shortened(name)}"
                 raise InputError(f"{self.path} has one label, of {shortened(key)}, for {files}; give it their paths")
         if missing:
             one = printable(missing[0])
             remedy = "add them" if keys else f"it has those of {listing([*labels])}: write paths or names of the files"
-            raise InputError(
-                f"{self.path} has no label for {len(missing)} of {len(names)} images, such as {one}; {remedy}"
-            )
+            which = f"{len(missing)} of {len(names)} images, such as {one}"
+            raise InputError(f"{self.path} has no label for {which}; {remedy}")
         return [labels[key] for key in keys]
 
-    def _column(
-        self, number: int, names: Sequence[str], root: str
-    ) -> tuple[tuple[bool, int], int, int, dict[str, str], dict[str, str]]:
-        """How surely a column is that of files, how many it has, its number, the entry of each, and all labels.
+    def _column(self, number: int, names: Sequence[str], root: str) -> _Column:
+        """What a column holds of the files below a root.
 
         An entry is the end of a file's path, with or without a suffix. An absolute path that begins elsewhere, as on
         another machine, has to lead through a folder that is called like the root.
@@ -312,9 +297,8 @@ class LabelList:
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            if known := told(file, path):
-                raise InputError(known)
+        if known := told(path, path):
+            raise InputError(known)
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text in UTF-8: save it as such"

@@ -8,8 +8,10 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
+import importlib.util
 import os
 import random
+import sys
 import tarfile
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -26,17 +28,18 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.datasets import SVHN
 from torchvision.transforms import Compose, Normalize
 
 from lipcert.errors import InputError, first_line, shortened
 from lipcert.inputs.classes import LabelList, composed, number_by_name
-from lipcert.inputs.files import is_named_data, listing, place_of, printable
+from lipcert.inputs.files import KINDS, File, is_named_data, listing, place_of, printable
 from lipcert.inputs.folders import SUFFIXES, Files, ImageFiles, Purpose, in_folder, in_tar
 from lipcert.inputs.formats import told
 from lipcert.inputs.loading import number_of_classes
-from lipcert.inputs.named_data import open_named
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
 from lipcert.inputs.samples import sample_images
+from lipcert.inputs.timm_networks import is_network_error
 from lipcert.model import Model, checked
 
 BUNDLED = Path(__file__).parents[1] / "assets" / "digits.safetensors"
@@ -73,9 +76,9 @@ class Batch:
         """The first ``count`` images, and the rest, which may be none."""
         return self._part(slice(None, count)), self._part(slice(count, None))
 
-    def _part(self, part: slice) -> Batch:
-        labels = None if self.labels is None else self.labels[part]
-        return Batch(self.indices[part], self.images[part], labels, self.files[part])
+    def _part(self, of: slice) -> Batch:
+        labels = None if self.labels is None else self.labels[of]
+        return Batch(self.indices[of], self.images[of], labels, self.files[of])
 
 
 def image_hash(image: Tensor) -> str:
@@ -120,12 +123,12 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """Up to ``count`` images that the run leaves out: the last ones of its shuffle; None if there are none."""
         if self.limit is None or self.limit >= self.total:
             return None
-        indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][-count:]
+        indices = [i for i in order_of(self.total, None)[self.limit :] if i not in self.removed][-count:]
         return self._batch(tuple(indices)) if indices else None
 
     def may_be_others(self, indices: Sequence[int]) -> bool:
         """Whether :meth:`others` gives these images for some limit: a block of the shuffle, not at its start."""
-        order = [i for i in _shuffled(self.total) if i not in self.removed]
+        order = [i for i in order_of(self.total, None) if i not in self.removed]
         places = sorted(order.index(i) for i in indices if i in order)
         return len(places) == len(indices) and places[0] > 0 and places[-1] - places[0] < len(places)
 
@@ -197,13 +200,13 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
 
 
 def open_images(
-    spec: str | os.PathLike[str] | None,
+    spec: File | None,
     model: Model,
     *,
     limit: int | None = None,
     purpose: Purpose = "certify",
-    classes: str | os.PathLike[str] | None = None,
-    labels: str | os.PathLike[str] | None = None,
+    classes: File | None = None,
+    labels: File | None = None,
 ) -> Images:
     """Opens images and their labels for one model.
 
@@ -233,22 +236,9 @@ def open_images(
     if limit is not None and limit < 1:
         raise InputError(f"the limit must be at least 1 image, got {limit}")
     spec, model = None if spec is None else os.fspath(spec), checked(model)
-    named = is_named_data(spec)
-    if named and (classes or labels):
+    if is_named_data(spec) and (classes or labels):
         raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
-    if spec is None:
-        images: Images = _StoredImages(model, limit)
-    else:
-        count = number_of_classes(model)
-        known = model.class_names if len(model.class_names) == count else ()
-        transform = _Transform(model)
-        if named:
-            source = open_named(spec, purpose)
-        else:
-            path, place, split = place_of(spec)
-            label_list = None if labels is None else LabelList(labels)
-            source = ImageFiles(_files_of(path, place), purpose, split, count, known, classes, label_list)
-        images = _ReadImages(spec, source, transform, count, known, limit)
+    images = _StoredImages(model, limit) if spec is None else _ReadImages(spec, model, limit, purpose, classes, labels)
     given = {"classes": classes, "labels": labels}
     images.lists = {key: os.path.abspath(path) for key, path in given.items() if path is not None}
     if not images.class_names:
@@ -262,9 +252,7 @@ class _Transform:
     def __init__(self, model: Model):
         channels, height, width = model.input_size
         if channels not in _MODES:
-            raise InputError(
-                f"the model takes images of {channels} channels, and image files have 1 or 3; pass tensors from Python"
-            )
+            raise InputError(f"the model takes {channels} channels, and files of images have 1 or 3; pass tensors")
         self.mode = _MODES[channels]
         config = preprocessing(model, files=True)
         options = {key: config[key] for key in RESIZING}
@@ -275,9 +263,7 @@ class _Transform:
             steps = timm.data.create_transform((channels, height, width), is_training=False, mean=mean, **options)
         except Exception as error:
             given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            raise InputError(
-                f"timm cannot resize images as the model's configuration says ({given}): {first_line(error)}"
-            ) from error
+            raise InputError(f"timm cannot resize images as configured ({given}): {first_line(error)}") from error
         self.steps = Compose([step for step in steps.transforms if not isinstance(step, Normalize)])
 
     def __call__(self, image: Image.Image) -> Tensor:
@@ -309,10 +295,8 @@ class _StoredImages(Images):
             content = safetensors.torch.load_file(BUNDLED)
             self.images, targets = content["images"], content["labels"]
         except (OSError, safetensors.SafetensorError, KeyError) as error:
-            reason = first_line(error)
-            raise InputError(
-                f"the bundled images cannot be read ({reason}); install lipcert again, or give images with --data"
-            ) from error
+            remedy = "install lipcert again, or give images with --data"
+            raise InputError(f"the bundled images cannot be read ({first_line(error)}); {remedy}") from error
         self.targets: Tensor | None = targets
         if tuple(self.images.shape[1:]) != model.input_size:
             self.images, self.targets = sample_images(*model.input_size), None
@@ -338,12 +322,18 @@ class _ReadImages(Images):
     """Files of images, or a data set of timm or torchvision."""
 
     def __init__(
-        self, spec: str, source: Any, transform: _Transform, classes: int, known: Sequence[str], limit: int | None
+        self, spec: str, model: Model, limit: int | None, purpose: Purpose, lists: File | None, labels: File | None
     ):
-        self.source = source
+        self.classes = classes = number_of_classes(model)
+        known = model.class_names if len(model.class_names) == classes else ()
+        self.transform = _Transform(model)
+        if is_named_data(spec):
+            self.source = source = open_named(spec, purpose)
+        else:
+            path, place, split = place_of(spec)
+            label_list = None if labels is None else LabelList(labels)
+            self.source = source = ImageFiles(_files_of(path, place), purpose, split, classes, known, lists, label_list)
         self.reader = getattr(source, "reader", None)
-        self.transform = transform
-        self.classes = classes
         self.numbers: dict[int, int] | None = None  # of classes of the data set among those that the model knows
         if not len(source):
             raise InputError(f"{spec} holds no images; name another split, or other data")
@@ -409,11 +399,10 @@ class _ReadImages(Images):
             reason = first_line(error)
             remedy = "resize it" if isinstance(error, Image.DecompressionBombError) else "repair or remove it"
             if isinstance(error, UnidentifiedImageError) and self.reader is not None:  # its text is a Python object
-                reason, known = "it is damaged, or no image of a known format", None
-                with contextlib.suppress(Exception), self.reader[self._place(index)][0] as file:
-                    known = told(file, self._name(index))
-                if known:
-                    raise InputError(known) from error
+                reason = "it is damaged, or no image of a known format"
+                with self.reader[self._place(index)][0] as file:
+                    if known := told(file, self._name(index)):
+                        raise InputError(known) from error
             remedy = "" if ";" in reason else f"; {remedy}"
             raise InputError(f"cannot read the image {self._name(index)}: {reason}{remedy}") from error
 
@@ -451,29 +440,23 @@ def _opened(file: Any) -> Image.Image:
     return Image.open(file, formats=[name for name in _FORMATS if name in Image.OPEN])
 
 
-def _told(path: Path) -> str | None:
-    with path.open("rb") as file:
-        return told(file, path)
-
-
 def _files_of(path: Path, spec: str) -> Files:
     """The images of a folder, an archive, or a file that is one."""
     if path.is_file() and path.suffix.lower() in SUFFIXES:
         return Files(spec, lambda name: path.open("rb"), [path.name])
     if not path.is_dir() and path.suffix.lower() != ".tar":
         raise InputError(
-            _told(path) or f"{spec} is neither a folder or .tar of images nor an image {_KINDS}; give one of them"
+            told(path, path) or f"{spec} is neither a folder or .tar of images nor an image {_KINDS}; give one of them"
         )
     try:
         files = in_folder(path, spec) if path.is_dir() else in_tar(path, spec)
     except (tarfile.TarError, OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        if path.is_file() and (known := _told(path)):
+        if path.is_file() and (known := told(path, path)):
             raise InputError(known) from error
-        raise InputError(
-            f"{spec} is no uncompressed tar file, or is damaged: {first_line(error)}; copy it again, or unpack it"
-        ) from error
+        damage = f"is no uncompressed tar file, or is damaged: {first_line(error)}"
+        raise InputError(f"{spec} {damage}; copy it again, or unpack it") from error
     if not files.images:
         others = f", but other files: {listing(sorted(files.others))}" if files.others else ""
         remedy = "give a folder of images, or torch/NAME or hfds/NAME; arrays are given to lipcert.certify in Python"
@@ -482,15 +465,43 @@ def _files_of(path: Path, spec: str) -> Files:
     return files
 
 
+def open_named(spec: str, purpose: Purpose = "certify") -> Any:
+    """Opens a data set by name, such as ``torch/svhn:train``; downloads those of torchvision to torch.hub's folder."""
+    name, _, split = spec.partition(":")
+    kind = name.partition("/")[0].lower()
+    package = "scipy" if name.lower() == "torch/svhn" else KINDS[kind]
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise InputError(f"{name} needs the package {package}: pip install {package}")
+    chosen, where = split or ("train" if purpose in ("train", "calibrate") else "validation"), ""
+    options: dict[str, Any] = {"split": chosen}
+    if kind == "torch":
+        options |= {"root": os.path.join(torch.hub.get_dir(), "datasets"), "download": True}
+        Path(options["root"]).mkdir(parents=True, exist_ok=True)
+        where = f"put its files into {options['root']}; "
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # downloads report on standard output
+            if name.lower() == "torch/svhn":  # timm does not open it
+                options["split"] = "train" if chosen == "train" else "test"
+                opened: Any = SVHN(**options)
+            else:
+                opened = timm.data.create_dataset(name, **options)
+    except Exception as error:
+        # torchvision tells of the mirrors it tried in a text alone.
+        offline = is_network_error(error) or "urlopen error" in str(error)
+        reason = "no network, or its server is unreachable" if offline else first_line(error)
+        where = f"connect, or {where}" if offline and where else "" if "Unknown" in reason else where
+        raise InputError(f"cannot open {spec}: {reason}; {where}a split is named as in {name}:SPLIT") from error
+    if not split:
+        with contextlib.suppress(AttributeError, TypeError):
+            opened.split = chosen
+    return opened
+
+
 def order_of(count: int, limit: int | None, kept_out: Collection[int] = ()) -> list[int]:
     """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle, without some."""
-    return [index for index in _shuffled(count) if index not in kept_out][:limit]
-
-
-def _shuffled(count: int) -> list[int]:
     order = list(range(count))
     random.Random(0).shuffle(order)
-    return order
+    return [index for index in order if index not in kept_out][:limit]
 
 
 def _is_label(value: Any) -> bool:

@@ -19,6 +19,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+File = str | os.PathLike[str]
 # What files of weights are called.
 WEIGHTS = frozenset({".safetensors", ".pth", ".pt", ".bin", ".tar", ".ckpt"})
 # The end of the name of every file of rows, so that no two files share a summary.
@@ -39,7 +40,7 @@ def listing(names: Sequence[str]) -> str:
     return ", ".join(printable(shortened(name)) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
 
 
-def no_file(path: str | os.PathLike[str], more: str = "") -> LoadError:
+def no_file(path: File, more: str = "") -> LoadError:
     """The error of a file that does not exist, with what to do."""
     name = shortened(os.fspath(path))
     if re.match(r"\w{2,}:/", name):

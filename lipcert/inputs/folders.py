@@ -11,7 +11,7 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -26,7 +26,7 @@ from lipcert.inputs.classes import (
     number_by_name,
     read_classes,
 )
-from lipcert.inputs.files import listing, printable
+from lipcert.inputs.files import File, listing, printable
 
 Purpose = Literal["train", "certify", "calibrate", "predict"]
 
@@ -150,62 +150,53 @@ def in_tar(path: Path, spec: str) -> Files:
     return files
 
 
+@dataclass
 class ImageFiles:
     """The images of one split, with their labels; as timm's ``ImageDataset`` with its reader.
 
     ``classes`` is how many classes the labels are numbered among; None where they are the model's, or there are none.
     """
 
-    def __init__(
-        self,
-        files: Files,
-        purpose: Purpose,
-        split: str | None,
-        count: int,
-        known: Sequence[str],
-        classes: str | os.PathLike[str] | None,
-        labels: LabelList | None,
-    ):
-        self.reader = self
-        self.notes: list[str] = []
-        self.classes: int | None = None
-        self.class_names: dict[int, str] = {}
-        self.labels_by: str | None = None
-        self.targets: Sequence[int] | None = None
-        self.purpose, self.count, self.known = purpose, count, known
-        self.split, files, self.trained = _split_of(files, purpose, split)
-        self.files = files = files if purpose in _UNLABELLED else _unwrapped(files)
-        self.samples = natural(files.images)
-        if labels is not None:
-            self._label_by_list(labels, classes)
-        elif self.samples and purpose not in _UNLABELLED:
-            self._label_by_folder(classes)
-        if files.others:
-            named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(files.others.items()))
-            self.notes.append(f"{sum(files.others.values())} files of other formats are left out: {named}")
+    files: Files
+    purpose: Purpose
+    split: str | None
+    count: int
+    known: Sequence[str]
+    numbered_by: InitVar[File | None]
+    labels: InitVar[LabelList | None]
+    classes: int | None = None
+    labels_by: str | None = None
+    targets: Sequence[int] | None = None
 
-    def _label_by_folder(self, classes: str | os.PathLike[str] | None) -> None:
+    def __post_init__(self, numbered_by: File | None, labels: LabelList | None) -> None:
+        self.reader, self.notes, self.class_names = self, list[str](), dict[int, str]()
+        self.split, files, self.trained = _split_of(self.files, self.purpose, self.split)
+        self.files = files if self.purpose in _UNLABELLED else _unwrapped(files)
+        self.samples = natural(self.files.images)
+        if labels is not None:
+            self._label_by_list(labels, numbered_by)
+        elif self.samples and self.purpose not in _UNLABELLED:
+            self._label_by_folder(numbered_by)
+        if others := self.files.others:
+            named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(others.items()))
+            self.notes.append(f"{sum(others.values())} files of other formats are left out: {named}")
+
+    def _label_by_folder(self, classes: File | None) -> None:
         names, inner = self.files.tops(), self.files
         while (top := inner.wrapper()) is not None:
             inner = inner.below(top)
         if inner is not self.files and len(inner.tops()) > 1:
-            self.notes.append(
-                f"all images lie in one folder, {printable(names[0])}, which gives no labels; if the folders of "
-                f"{inner.spec} are the classes, give that"
-            )
+            one = f"all images lie in one folder, {printable(names[0])}, which gives no labels"
+            self.notes.append(f"{one}; if the folders of {inner.spec} are the classes, give that")
         beside = sum("/" not in path for path in self.samples)
         if 0 < beside < len(self.samples):
             one = printable(next(path for path in self.samples if "/" not in path))
-            raise InputError(
-                f"{self.files.spec} has class folders, and {beside} of {len(self.samples)} images beside them, such as "
-                f"{one}; move these into the folder of their class, or elsewhere"
-            )
+            several = f"{beside} of {len(self.samples)} images beside them ({one})"
+            raise InputError(f"{self.files.spec} has class folders, and {several}; move these into those, or elsewhere")
         named = (self.known or self.trained) and names[0].lower() not in CONTAINERS if names else False
         if beside or (len(names) == 1 and classes is None and not named):
             if classes is not None:
-                raise InputError(
-                    f"{self.files.spec} has no class folders, whose names {classes} could number; leave --classes out"
-                )
+                raise InputError(f"{self.files.spec} has no class folders for {classes}; leave --classes out")
             if not self.notes:
                 what = "no class folders" if beside else f"one folder, {printable(names[0])}"
                 self.notes.append(f"{what}, and so no labels; --labels FILE gives them")
@@ -220,14 +211,11 @@ class ImageFiles:
                 f"{listing(everywhere)}; if those are the classes, give one of the first; if splits, move them above"
             )
 
-    def _numbers(self, names: list[str], used: set[str], classes: str | os.PathLike[str] | None) -> dict[str, int]:
+    def _numbers(self, names: list[str], used: set[str], classes: File | None) -> dict[str, int]:
         """The number of each class: by a list, by the names that the model knows, as in training, or in order."""
         spec, ids = self.files.spec, imagenet_names(self.count)
-        others = (
-            bool(self.known)
-            and self.purpose == "train"
-            and {*map(composed, names)}.isdisjoint(map(composed, self.known))
-        )
+        known = {*map(composed, self.known)}
+        others = bool(known) and self.purpose == "train" and known.isdisjoint(map(composed, names))
         if others and classes is None:
             self.notes.append(f"the model's classes were {listing(self.known)}: it is trained for others")
         if classes is not None:
@@ -240,32 +228,26 @@ class ImageFiles:
             numbers = number_by_name(names, ids, spec, "those of ImageNet")
             self.labels_by = "WordNet ids, numbered as in timm's lists of ImageNet"
         else:
-            if self.trained:
-                numbers = number_by_name(names, self.trained, spec, "those of the training images (train)")
-                names, used_numbers = self.trained, {*numbers.values()}
-                empty = [name for number, name in enumerate(names) if number not in used_numbers]
-            else:
-                numbers = {name: number for number, name in enumerate(names)}
-                empty = [name for name in names if name not in used]
-            self.labels_by, self.classes = f"{len(names)} names in natural order: {listing(names)}", len(names)
-            self._remark(names, empty)
+            every = self.trained or names
+            numbers = number_by_name(names, every, spec, "those of the training images (train)")
+            self.labels_by, self.classes = f"{len(every)} names in natural order: {listing(every)}", len(every)
+            for first, second in zip(every, sorted(every), strict=True):
+                if first != second:
+                    self.notes.append(
+                        f"labels number the names in timm's natural order, where {printable(first)} comes before "
+                        f"{printable(second)}; torchvision sorts them the other way, and if the model learned that, "
+                        "give a list: --classes FILE"
+                    )
+                    break
+            filled = {numbers[name] for name in names if name in used or self.trained}
+            if empty := [name for number, name in enumerate(every) if number not in filled]:
+                self.notes.append(f"{listing(empty)}: no images, but counted as a class")
+            self.class_names = {number: printable(name) for number, name in enumerate(every)}
+            return numbers
         self.class_names = {number: printable(name) for name, number in numbers.items()}
-        if self.classes is not None:
-            self.class_names = {number: printable(name) for number, name in enumerate(names)}
         return numbers
 
-    def _remark(self, names: list[str], empty: list[str]) -> None:
-        if names != sorted(names):
-            first = next((a, b) for a, b in zip(names, sorted(names), strict=True) if a != b)
-            self.notes.append(
-                f"labels number the names in timm's natural order, where {printable(first[0])} comes before "
-                f"{printable(first[1])}; torchvision sorts them the other way, and if the model learned that, "
-                "give a list: --classes FILE"
-            )
-        if empty:
-            self.notes.append(f"{listing(empty)}: no images, but counted as a class")
-
-    def _label_by_list(self, labels: LabelList, classes: str | os.PathLike[str] | None) -> None:
+    def _label_by_list(self, labels: LabelList, classes: File | None) -> None:
         spec = self.files.spec
         places = [Path(place(spec)) for place in (os.path.abspath, os.path.realpath)]
         roots = [place.parent if self.samples == [place.name] else place for place in places]  # of one image
@@ -322,10 +304,8 @@ def _splits_of(files: Files) -> dict[str, str]:
         whole = [name for name in inner if split_in(name, whole=True)]
         if any(inner[name] & {*map(composed, tops)} for name in whole):
             split = whole[0]
-            raise InputError(
-                f"{files.spec} has class folders and a split, {split}, with the same classes; give the folder of one "
-                f"split, such as {files.spec.rstrip('/')}/{split}"
-            )
+            both = f"class folders and a split, {split}, with the same classes"
+            raise InputError(f"{files.spec} has {both}; give one split, such as {files.spec.rstrip('/')}/{split}")
         beside = {path.partition("/")[2] for path in files.folders if path.partition("/")[0] not in inner}
         for some, parts in ((whole, {""}), ([*inner], beside)):  # parts of classes, too, may have the same names
             if any(inner[a] & inner[b] - parts for a in some for b in some if split_in(a) != split_in(b)):

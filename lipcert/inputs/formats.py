@@ -12,6 +12,7 @@ import re
 import shlex
 import zipfile
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -34,6 +35,9 @@ OF_ENTRY = _ALONE.format("one of its entries") + _PYTHON.format(_LOADED + "[NUMB
 _TENSORS = "torch.utils._pytree.tree_map(lambda x: torch.tensor(x) if hasattr(x, 'dtype') else x, {})"
 ARRAYS = _TRUSTED.format(_TENSORS.format(_LOADED))
 _NUMPY = _PYTHON.format(_TENSORS.format("dict(numpy.load(sys.argv[1]))")).replace("import", "import numpy,")
+_OF_JAX = _PYTHON.format("net.state_dict()").replace(
+    "torch;", "timm, torch; net = timm.create_model('NAME', num_classes=N); net.load_pretrained(sys.argv[1]);"
+)
 _MADE_OF = "; give the PyTorch weights that it was made of"
 _SCRIPT = (
     "is TorchScript, which hides its operations; give a timm name, and as its checkpoint the file that "
@@ -119,13 +123,7 @@ _ARCHIVES = (
     (r"/(constants\.pkl|code/)", _SCRIPT),
     (r"(^|/)(serialized_exported_program\.json|archive_format|models/\w+\.json)$", _EXPORTED),
     (r"\.weights\.h5$", "is a model of Keras, for networks that timm does not build" + _MADE_OF),
-    (
-        r"^Transformer/.*\.npy$",
-        "holds weights of JAX, which timm converts: "
-        + _PYTHON.format("net.state_dict()").replace(
-            "torch;", "timm, torch; net = timm.create_model('NAME', num_classes=N); net.load_pretrained(sys.argv[1]);"
-        ),
-    ),
+    (r"^Transformer/.*\.npy$", "holds weights of JAX, which timm converts: " + _OF_JAX),
     (r"/\.data/extern_modules$", "is of torch.package; load the module from it in Python, and give lipcert.load that"),
     (r"\.npy$", "is an archive of NumPy (.npz); if its names are those of the network, convert it: " + _NUMPY),
     (r"Manifest\.json$|\.mlmodel$", "is a Core ML model" + _MADE_OF),
@@ -148,7 +146,7 @@ _FOLDERS = (
     ("*_model_states.pt", ZERO),
     ("global_step*", ZERO),
     ("zero_to_fp32.py", ZERO),
-    ("adapter_config.json", "holds LoRA adapters; merge them first (peft: merge_and_unload()) and save the state_dict"),
+    ("adapter_config.json", "holds LoRA adapters; merge them first by merge_and_unload() of peft, and save that"),
     ("data.pkl", "is an archive of torch.save that was unpacked; pack it again: zip -0 -r weights.pth {path}"),
     ("saved_model.pb", "is a SavedModel of TensorFlow" + _MADE_OF),
     ("Manifest.json", "is a Core ML model" + _MADE_OF),
@@ -169,9 +167,10 @@ def _known(head: bytes, kinds: Collection[tuple[bytes, str]]) -> str | None:
     return next((text for start, text in kinds if re.match(start, head)), None)
 
 
-def told(file: BinaryIO, name: object) -> str | None:
+def told(file: BinaryIO | Path, name: object) -> str | None:
     """The format of a file that is neither an image nor a list, and what to do; None if it is unknown."""
-    text = _known(file.read(_HEAD), (*_ANY, *_OF_ARRAYS))
+    with file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+        text = _known(opened.read(_HEAD), (*_ANY, *_OF_ARRAYS))
     return text and _said(name, text)
 
 
@@ -187,16 +186,13 @@ def reader_of(path: Path) -> Reader:
             raise refusal(path, text)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         return "safetensors"
-    reader: Reader | None = None
-    if head.startswith(b"PK\x03\x04"):
+    is_zip = head.startswith(b"PK\x03\x04")
+    if is_zip:
         _check_archive(path)
-        reader = "zip"
-    elif head[:1] == b"\x80" and _LEGACY in head[:32]:
-        reader = "pickle"
-    if reader and path.suffix == ".safetensors":  # torch.load goes by the name
-        raise refusal(path, "is a file of torch.save and not of safetensors; rename it: NAME.pth")
-    if reader:
-        return reader
+    if is_zip or (head[:1] == b"\x80" and _LEGACY in head[:32]):
+        if path.suffix == ".safetensors":  # torch.load goes by the name
+            raise refusal(path, "is a file of torch.save and not of safetensors; rename it: NAME.pth")
+        return "zip" if is_zip else "pickle"
     if known := _known(head, (*_ANY, *_MODELS)):
         raise refusal(path, known)
     is_text = re.fullmatch(rb"[\t\r\n -~]+", head)
@@ -235,12 +231,10 @@ def of_folder(path: Path, suffixes: Collection[str]) -> LoadError:
         if any(path.glob(pattern)):
             return refusal(path, text)
     names = sorted(entry.name for entry in path.iterdir())
-    config = (path / "config.json").read_text(errors="replace") if "config.json" in names else ""
-    if named := re.search(r'"architecture": *"([\w.]+)"', config):
-        if "timm_wrapper" in config:  # of transformers, which timm does not read
-            return refusal(
-                path, f"is a folder of transformers; give {named[1]}, and --checkpoint {{path}}/model.safetensors"
-            )
+    if named := configuration_beside(path / "weights"):
+        if "timm_wrapper" in named.string:  # of transformers, which timm does not read
+            text = f"is a folder of transformers; give {named[1]}, and --checkpoint {{path}}/model.safetensors"
+            return refusal(path, text)
         return refusal(path, "is a folder of timm's; give it as the model, without a name: local-dir:{path}")
     found = [name for name in names if Path(name).suffix in suffixes]
     if found:
@@ -249,7 +243,11 @@ def of_folder(path: Path, suffixes: Collection[str]) -> LoadError:
         with file.open("rb") as opened:
             if (known := _known(opened.read(_HEAD), _MODELS)) and "JSON" not in known:
                 return refusal(file, known)
-    return refusal(
-        path,
-        f"is a folder without weights; it holds {listing(names) or 'nothing'}; images are given as --data {{path}}",
-    )
+    held = listing(names) or "nothing"
+    return refusal(path, f"is a folder without weights; it holds {held}; images are given as --data {{path}}")
+
+
+def configuration_beside(path: Path) -> re.Match[str] | None:
+    """The name of the architecture in a ``config.json`` of timm's or transformers' beside a file of weights."""
+    config = path.with_name("config.json")
+    return re.search(r'"architecture": *"([\w.]+)"', config.read_text(errors="replace") if config.is_file() else "")

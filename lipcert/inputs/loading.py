@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import warnings
@@ -24,14 +23,15 @@ from lipcert.errors import InputError, LipcertError, LoadError, as_given, shorte
 from lipcert.graph import first_run, reason_of_failure
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.classes import recorded_names
-from lipcert.inputs.files import listing
+from lipcert.inputs.files import File, listing
 from lipcert.inputs.matching import check_finite, load_weights
 from lipcert.inputs.preprocessing import check_scale
-from lipcert.inputs.sources import BUNDLED, Source, is_artifact
+from lipcert.inputs.sources import BUNDLED, Source, is_artifact, similar
 from lipcert.inputs.timm_networks import create_net, rebuild_recipe, takes_size
 from lipcert.inputs.weights import read_checkpoint
 from lipcert.model import Model, copy_of, evaluated, loads_modules, outside_inference_mode, uncompiled
 
+Options = dict[str, Any]
 _PIXELS = ("mean", "std", "input_size")
 _ONNX = "an ONNX model; give the module that it was exported from, or that onnx2torch.convert makes of it"
 _OTHER_MODELS = {
@@ -52,10 +52,10 @@ _REMEDIES = (
 @loads_modules
 @outside_inference_mode
 def load(
-    source: str | os.PathLike[str] | nn.Module | Source | None = BUNDLED,
+    source: File | nn.Module | Source | None = BUNDLED,
     *,
     pretrained: bool = True,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: File | None = None,
     mean: Sequence[float] | float | None = None,
     std: Sequence[float] | float | None = None,
     input_size: Sequence[int] | None = None,
@@ -118,18 +118,16 @@ def load(
         if isinstance(source, Model):
             raise InputError("the model is loaded already; use it as it is")
         net = _frozen(source) if freeze else source
-        model = _wrap(net, "the module", "the module", pixels, {}, {}, features)
+        model = _wrap(net, "the module", pixels, {}, {}, features)
         model.source, model.presumed = _presumed(source), True
         return model
     if type(source).__name__ in _OTHER_MODELS:
         raise InputError(f"the model is {_OTHER_MODELS[type(source).__name__]}")
     is_name = isinstance(source, Source) or (isinstance(source, (str, os.PathLike)) and os.fspath(source))
     if source is not None and not is_name:
-        weights = "; weights are saved to a file and given with its timm name: lipcert.load(NAME, checkpoint=FILE)"
-        raise InputError(
-            f"a model is a name, a file or a module, got {type(source).__name__}"
-            + (weights if isinstance(source, Mapping) else "; the bundled one is lipcert.load()")
-        )
+        remedy = "save weights to a file, and give lipcert.load(NAME, checkpoint=FILE)"
+        remedy = remedy if isinstance(source, Mapping) else "the bundled one is lipcert.load()"
+        raise InputError(f"a model is a name, a file or a module, got {type(source).__name__}; {remedy}")
     named = source if isinstance(source, Source) else Source.of(source or BUNDLED)
     name = named.name
     if named.file:
@@ -143,16 +141,13 @@ def load(
         architecture, what = read_checkpoint(name).name or "", "does not say which architecture its weights belong to"
         if not timm.is_model(architecture):
             if architecture:
-                close = difflib.get_close_matches(architecture.lower(), timm.list_models(), 3)
-                similar = f" (did you mean {' or '.join(close)}?)" if close else ""
-                what = f"says that its architecture is {shortened(architecture)}, which timm does not have{similar}"
+                close = similar(architecture, timm.list_models())
+                what = f"says that its architecture is {shortened(architecture)}, which timm does not have{close}"
             raise LoadError(f"{name} {what}; give the timm name, and the file with {as_given('checkpoint=')}")
         checkpoint, name = name, architecture
     if not isinstance(checkpoint, (str, os.PathLike, NoneType)):
-        raise InputError(
-            f"checkpoint is a file, got {type(checkpoint).__name__}; save a state_dict as one, or load it into a "
-            "module of yours, and give lipcert.load that"
-        )
+        remedy = "save a state_dict as one, or load it into a module, and give lipcert.load that"
+        raise InputError(f"checkpoint is a file, got {type(checkpoint).__name__}; {remedy}")
     if checkpoint is not None and is_artifact(checkpoint):
         raise InputError(f"{checkpoint} is a lipcert artifact, which is complete: give it as the model, without a name")
     model = _from_name(name, pretrained, checkpoint, pixels, timm_arguments, features, new_head)
@@ -180,27 +175,20 @@ def number_of_classes(model: Model) -> int:
 
 
 def _from_name(
-    name: str,
-    pretrained: bool,
-    checkpoint: str | os.PathLike[str] | None,
-    pixels: dict[str, Any],
-    arguments: dict[str, Any],
-    features: bool,
-    new_head: bool,
+    name: str, pretrained: bool, checkpoint: File | None, pixels: Options, args: Options, features: bool, new_head: bool
 ) -> Model:
-    count = arguments.get("num_classes")
+    count, arguments = args.get("num_classes"), args
     if isinstance(count, int) and count <= 0 and not features:
         raise InputError(f"{name} with num_classes={count} has no logits to certify; give the number of classes")
     if checkpoint is None:
         net = create_net(name, pretrained=pretrained, arguments=arguments)
-        return _wrap(net, name, name, pixels, arguments, rebuild_recipe(name, arguments), features)
+        return _wrap(net, name, pixels, arguments, rebuild_recipe(name, arguments), features)
     content = read_checkpoint(checkpoint)
     recorded_name = content.name or ""
     if timm.is_model(recorded_name) and recorded_name.partition(".")[0] != name.partition(".")[0]:
         warnings.warn(f"{checkpoint} says that its weights are of {recorded_name}, and not of {name}", stacklevel=4)
         content.arguments = {key: value for key, value in content.arguments.items() if key == "num_classes"}
-    new_head = new_head and "num_classes" in arguments
-    arguments = {**content.arguments, **arguments}
+    arguments = {**content.arguments, **args}
     size = content.pixels.get("size")
     if size is not None and "img_size" not in arguments and takes_size(name):
         arguments["img_size"] = size[0] if size[0] == size[1] else size
@@ -212,16 +200,15 @@ def _from_name(
         del content.arguments["bn_eps"], arguments["bn_eps"]
         net = create_net(name, pretrained=False, arguments=arguments)
     channels = 0 if {"mean", "std"} <= {*content.pixels, *pixels} else arguments.get("in_chans", 3)
+    new_head = new_head and "num_classes" in args
     of_normaliser = load_weights(net, content.state, file=checkpoint, name=name, new_head=new_head, channels=channels)
-    recorded_pixels = {key: content.pixels[key] for key in ("mean", "std") if key in content.pixels} | of_normaliser
+    names, recorded_pixels = content.pixels.pop("class_names", []), {**content.pixels, **of_normaliser}
     if size is not None and "img_size" not in arguments:
         recorded_pixels["input_size"] = (arguments.get("in_chans", 3), *size)
-    pixels, names = {**recorded_pixels, **pixels}, content.pixels.pop("class_names", [])
-    model = _wrap(net, name, str(checkpoint), pixels, arguments, rebuild_recipe(name, arguments), features, names)
-    for key in ("crop_pct", "interpolation"):
-        if key in content.pixels:
-            model.data_config[key] = content.pixels[key]
-    recorded = {**content.arguments, **{key: value for key, value in content.pixels.items() if value}}
+    pixels = {key: value for key, value in (recorded_pixels | pixels).items() if key in _PIXELS}
+    model = _wrap(net, name, pixels, arguments, rebuild_recipe(name, arguments), features, names)
+    model.data_config |= {key: content.pixels[key] for key in ("crop_pct", "interpolation") if key in content.pixels}
+    recorded = content.arguments | {key: value for key, value in content.pixels.items() if value}
     if model.class_names:
         recorded["classes"] = listing(model.class_names)
     elif names and not features:
@@ -238,31 +225,23 @@ def _from_name(
 
 
 def _wrap(
-    net: nn.Module,
-    label: str,
-    origin: str,
-    pixels: dict[str, Any],
-    arguments: dict[str, Any],
-    source: dict[str, Any],
-    features: bool,
-    names: Sequence[Any] | None = None,
+    net: nn.Module, label: str, pixels: Options, arguments: Options, source: Options, features: bool, names: Any = None
 ) -> Model:
     """Wraps a network, with preprocessing and class names as given or else as it is configured, and tries it once."""
     for path, part in net.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             what = f"{path} of {label}" if path else label
             raise InputError(f"{what} is TorchScript, which hides its operations; give the module it was made of")
+        if getattr(part, "grad_checkpointing", False):  # it changes no value, and hides operations
+            setattr(part, "grad_checkpointing", False)  # noqa: B010
     for path, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor) or tensor.is_meta:
             remedy = "call the module once on images" if is_lazy(tensor) else "load its weights, off the device meta"
             raise InputError(f"{path} of {label} has no values yet; {remedy} first")
-    for part in net.modules():
-        if getattr(part, "grad_checkpointing", False):  # it changes no value, and hides operations
-            setattr(part, "grad_checkpointing", False)  # noqa: B010
     net, pixels = _normalised(net, pixels)
     if any(tensor.is_inference() for tensor in (*net.parameters(), *net.buffers())):
         raise InputError(f"{label} was made in torch.inference_mode(), so it has no gradients; make it outside")
-    check_finite(net, origin)
+    check_finite(net, label)
     if getattr(net, "num_classes", None) == 0 and not features:
         raise InputError(f"{label} has no classifier (num_classes is 0), hence no logits to certify; give num_classes=")
     config = {**_data_config(net, arguments), **{key: tuple(value) for key, value in pixels.items()}}
@@ -271,11 +250,9 @@ def _wrap(
         given = ", ".join(as_given(f"{key}=") for key in missing)
         raise InputError(f"{label} does not say its {', '.join(missing)}; give {given}")
     channels = next(iter(config["input_size"]), 1)
-    for key in ("mean", "std"):
-        if key not in pixels and len(set(config[key])) == 1:  # one value for all channels fits any number of channels
-            config[key] = (config[key][0],) * channels
-        elif key not in pixels and channels == 1:  # grey images
-            config[key] = (sum(config[key]) / len(config[key]),)
+    for key in {"mean", "std"} - pixels.keys():
+        if len(set(config[key])) == 1 or channels == 1:  # one value fits any number of channels; grey images their mean
+            config[key] = (sum(config[key]) / len(config[key]),) * channels
     mean, std, input_size = (config.pop(key) for key in _PIXELS)
     check_scale(mean, std)
     model = Model(net, mean=mean, std=std, input_size=input_size, source=source, data_config=config)
@@ -302,7 +279,7 @@ class _Normalised(nn.Module):
         return (x - self.mean) / self.std
 
 
-def _normalised(net: nn.Module, pixels: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+def _normalised(net: nn.Module, pixels: Options) -> tuple[nn.Module, Options]:
     """A network with arithmetic in place of torchvision's ``Normalize``; after one in front, pixels need no other."""
     kinds = (Normalize, Normalize2)
     if type(net) is nn.Sequential and any(isinstance(part, kinds) for part in net):
@@ -320,7 +297,7 @@ def _normalised(net: nn.Module, pixels: dict[str, Any]) -> tuple[nn.Module, dict
     return net, pixels
 
 
-def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+def _data_config(net: nn.Module, arguments: Options) -> Options:
     """timm's data configuration, with the network's actual image size; {} for a module without one."""
     configuration = getattr(net, "pretrained_cfg", None) or getattr(net, "default_cfg", None)
     if not configuration:
@@ -329,18 +306,16 @@ def _data_config(net: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     channels, height, width = config["input_size"]
     size = arguments.get("img_size") or getattr(getattr(net, "patch_embed", None), "img_size", None) or (height, width)
     height, width = (size, size) if isinstance(size, int) else size
-    first = configuration.get("first_conv")
-    weight = dict(net.named_parameters()).get(f"{first}.weight")
-    if weight is not None and weight.dim() == 4:  # in_chans of a module that the caller created with timm
-        channels = _channels_before(weight, net)
+    weight = dict(net.named_parameters()).get(f"{configuration.get('first_conv')}.weight")
+    channels = _channels_before(weight, net) or channels  # of a module that the caller created with timm
     config["input_size"] = (arguments.get("in_chans") or channels, height, width)
     return config
 
 
-def _channels_before(weight: Tensor, net: nn.Module) -> int:
-    """The channels of an image, by the weight of a network's first convolution, in TResNet after a SpaceToDepth."""
+def _channels_before(weight: Tensor | None, net: nn.Module) -> int:
+    """The channels of an image, by the weight of a first convolution, in TResNet after a SpaceToDepth; or 0."""
     block = next((part.bs for part in net.modules() if isinstance(part, SpaceToDepth)), 1)
-    return weight.shape[1] // block**2
+    return weight.shape[1] // block**2 if weight is not None and weight.dim() == 4 else 0
 
 
 def _logits(model: Model, label: str) -> Tensor:
@@ -356,23 +331,19 @@ def _logits(model: Model, label: str) -> Tensor:
         raise InputError(f"{label} does not take images of shape {model.input_size}: {reason}{remedy}") from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         kind = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
-        raise InputError(
-            f"{label} gives {kind} for one image; wrap it in a module that gives logits of shape (1, classes)"
-        )
+        raise InputError(f"{label} gives {kind} for one image; wrap it in a module that gives (1, classes) logits")
     return logits
 
 
-def _presumed(net: nn.Module) -> dict[str, Any]:
+def _presumed(net: nn.Module) -> Options:
     """The name and arguments with which timm probably built a network; {} if timm did not build it."""
     name = dict(getattr(net, "pretrained_cfg", None) or {}).get("architecture")
     if not isinstance(name, str) or not timm.is_model(name):
         return {}
-    arguments: dict[str, Any] = {}
-    if isinstance(getattr(net, "num_classes", None), int):
-        arguments["num_classes"] = net.num_classes
+    arguments: Options = {"num_classes": net.num_classes} if isinstance(getattr(net, "num_classes", 0.0), int) else {}
     first = next((p for p in net.parameters() if p.dim() == 4), None)
-    if first is not None and (channels := _channels_before(first, net)) != 3:
-        arguments["in_chans"] = channels
+    if _channels_before(first, net) not in (0, 3):
+        arguments["in_chans"] = _channels_before(first, net)
     embed = getattr(net, "patch_embed", None)
     for key in ("img_size", "patch_size"):
         size = getattr(embed, key, None)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipcert.errors import LoadError, as_given
-from lipcert.inputs.files import listing
+from lipcert.inputs.files import File, listing
 from lipcert.inputs.recorded import pair_of
 from lipcert.model import unusable
 
@@ -22,10 +23,7 @@ from lipcert.model import unusable
 _ADDED = ("total_ops", "total_params", "n_averaged", "_extra_state")
 # Names that tell that the stored weights are not those of the network, and what to do.
 _DERIVED = (
-    (
-        r"lora_|\.base_layer\.",
-        "holds LoRA adapters; merge them first (peft: merge_and_unload()) and save the state_dict",
-    ),
+    (r"lora_|\.base_layer\.", "holds LoRA adapters; merge them first by merge_and_unload() of peft, and save that"),
     (
         r"_packed_params|zero_point|absmax|quant_map|(weight|input)_scale|scale_(weight|input)|\.q(weight|zeros)|"
         r"weight\._(data|scale)|\.SCB$|\.W_q$",
@@ -36,14 +34,13 @@ _DERIVED = (
 _FOREIGN = (
     (
         r"\.parametrizations\.|weight_(g|v|orig|mask)$",
-        "store the computed weights: remove weight norm, spectral norm, pruning or the like before saving",
+        "remove weight norm, spectral norm, pruning or the like first",
     ),
     (r"\.aux_bn\.", "its split batch normalisation is for training alone; save it without tensors of aux_bn"),
     (r"(^|[._])reparam", "its branches were fused, as by reparameterize_model; give the weights from before that"),
 )
 _MADE = "build the network with them in Python, and give lipcert.load the module"
 _FILTERS = ("checkpoint_filter_fn", "_filter_fn", "_filter_torchvision_pretrained")  # of timm, for names of others
-_POSITIONS = ("pos_embed", "rel_pos", "relative_position")  # what timm resizes to another size of images
 # What has as many entries as an image has channels, and is not in front of a network.
 _BESIDE = re.compile(
     r"(?:^|[._])(?:criterion|loss|metrics?|acc|accuracy|confmat|queue|temperature|class_weights?|teacher|momentum|ema"
@@ -53,13 +50,7 @@ _REALS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def load_weights(
-    net: nn.Module,
-    state: Mapping[str, Tensor],
-    *,
-    file: str | os.PathLike[str],
-    name: str,
-    new_head: bool = False,
-    channels: int = 0,
+    net: nn.Module, state: Mapping[str, Tensor], *, file: File, name: str, new_head: bool = False, channels: int = 0
 ) -> dict[str, list[float]]:
     """Copies a state dict into a network, by names, up to a prefix that they share; else as timm's own filter says.
 
@@ -104,36 +95,35 @@ def load_weights(
     for key in sorted(key for key in heads if key.endswith("weight")):
         what = f"is for {shapes[key][0][0]} classes" if key in shapes else "is missing"
         warnings.warn(f"{file}: {key} {what}, and the model has {len(tensors[key])}: it starts at zero", stacklevel=2)
+    check_finite(net, str(file))
     return _normaliser(state, outside, prefix, file, channels)
 
 
+@dataclass
 class _Difference:
     """The differences between stored tensors and those of a network, of which each is ``found`` under another name."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
-        found: Mapping[str, str],
-        outside: list[str],
-        places: tuple[str, ...],
-    ):
-        self.tensors, self.state, self.found, self.outside, self.places = tensors, state, found, outside, places
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    found: Mapping[str, str]
+    outside: list[str]
+    places: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        tensors, state, found = self.tensors, self.state, self.found
         counted = [key for key in tensors if not key.endswith("num_batches_tracked")]  # that one is not used
         self.extra = [key for key in found if key not in tensors and key.rpartition(".")[2] not in _ADDED]
         self.missing = [key for key in counted if key not in found]
         self.shapes = {k: (tuple(state[found[k]].shape), tuple(tensors[k].shape)) for k in tensors if k in found}
-        self.other = {
-            key: f"{key} is {a} in the file and {b} in the model" for key, (a, b) in self.shapes.items() if a != b
-        }
+        self.other = [key for key, (stored, built) in self.shapes.items() if stored != built]
         self.kinds = [
             f"{key} holds {state[found[key]].dtype} and not numbers like the model's {tensors[key].dtype}"
             for key in counted
             if key in found and (state[found[key]].dtype in _REALS) != tensors[key].is_floating_point()
         ]
         # Classifiers that are missing, or for another number of classes.
-        self.heads = {k for k in self.other if k.startswith(places) and self.shapes[k][0][1:] == self.shapes[k][1][1:]}
-        self.heads |= {key for key in self.missing if key.startswith(places)}
+        resized = [key for key in self.other if self.shapes[key][0][1:] == self.shapes[key][1][1:]]
+        self.heads = {key for key in (*resized, *self.missing) if key.startswith(self.places)}
 
     @property
     def only_heads(self) -> bool:
@@ -142,14 +132,16 @@ class _Difference:
 
     def reasons(self, prefix: str) -> list[str]:
         """Why the tensors do not fit; none where they do."""
-        first = [*self.other.values()][:1] + self.kinds[:1]
-        reasons = [*filter(None, (_listed("missing", self.missing), _listed("too many", self.extra), *first))]
+        shapes = [
+            f"{key} is {self.shapes[key][0]} in the file and {self.shapes[key][1]} in the model" for key in self.other
+        ]
+        first = [_listed("missing", self.missing), _listed("too many", self.extra), *shapes[:1], *self.kinds[:1]]
+        reasons = [*filter(None, first)]
         return [*reasons, _listed(f"outside {prefix}", self.outside)] if reasons and self.outside else reasons
 
     def remedy(self) -> str:
         """What to do about tensors that do not fit."""
         tensors, found, extra, missing, heads = self.tensors, self.found, self.extra, self.missing, self.heads
-        foreign = next((text for names, text in _FOREIGN if any(re.search(names, key) for key in extra)), None)
         classifier = [key for key in extra or heads if key.startswith(self.places) and key in found]
         built_without = extra == classifier and not any(key.startswith(self.places) for key in tensors)
         if classifier and (built_without or (self.only_heads and not missing)):
@@ -163,8 +155,9 @@ class _Difference:
             if any(self.state[key].dim() == 2 for key in self.outside):
                 return f"if those beside it are its classifier, {_MADE}; if it has none, {train}"
             return f"it is a backbone without a classifier; {train}"
-        if foreign is not None:
-            return foreign
+        for names, text in _FOREIGN:
+            if any(re.search(names, key) for key in extra):
+                return text
         if 4 * len(found.keys() & tensors.keys()) < len(tensors):
             return "its names are those of another network or library; give its timm name, or lipcert.load its module"
         if classifier and {*missing} <= heads:
@@ -182,11 +175,16 @@ class _Difference:
 def _fits(found: Mapping[str, str], state: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
     """Whether all tensors have names of the network, and positions their size."""
     known = all(key in tensors or key.rpartition(".")[2] in _ADDED for key in found)
-    positions = [key for key in tensors if key in found and any(word in key for word in _POSITIONS)]
+    positions = [key for key in tensors if key in found and _is_position(key)]
     return known and all(state[found[key]].shape == tensors[key].shape for key in positions)
 
 
-def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathLike[str]) -> str:
+def _is_position(key: str) -> bool:
+    """Whether timm resizes a tensor of this name to another size of images."""
+    return any(word in key for word in ("pos_embed", "rel_pos", "relative_position"))
+
+
+def _prefix(state: Mapping[str, Tensor], needed: list[str], file: File) -> str:
     """The prefix below which the file has all tensors of the network; "" where there is none."""
     if not needed or all(key in state for key in needed):
         return ""
@@ -196,32 +194,26 @@ def _prefix(state: Mapping[str, Tensor], needed: list[str], file: str | os.PathL
     fitting.sort(key=len)
     for other in fitting[1:]:
         if any(not torch.equal(state[fitting[0] + key], state[other + key]) for key in needed):
-            raise LoadError(
-                f"{file} holds several networks, under {fitting[0]} and {other}; save the state_dict of one of them"
-            )
+            raise LoadError(f"{file} holds several networks, under {fitting[0]} and {other}; save that of one of them")
     return fitting[0] if fitting else ""
 
 
 def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str] | None:
     """The state dict by timm's filter, of the same numbers but for resized positions, and what it did; or None."""
     module = sys.modules[type(net).__module__]
-    rename = next((value for name in _FILTERS if (value := getattr(module, name, None)) is not None), None)
-    if rename is None:
-        return None
-    more = [net][: len(inspect.signature(rename).parameters) - 1]
+    rename: Any = next((value for name in _FILTERS if (value := getattr(module, name, None)) is not None), None)
     try:
+        more = [net][: len(inspect.signature(rename).parameters) - 1]
         renamed = rename(dict(state), *more)
         turned = rename(dict(reversed([*state.items()])), *more)  # some filters go by the order, which may be another
-    except Exception:  # of another kind of checkpoint
+    except Exception:  # none, or for another kind of checkpoint
         return None
-    if renamed.keys() != turned.keys() or not renamed or not renamed.keys() <= net.state_dict().keys():
-        return None
-    if not all(torch.equal(value, turned[key]) for key, value in renamed.items()):
+    same = renamed.keys() == turned.keys() and all(torch.equal(value, turned[key]) for key, value in renamed.items())
+    if not same or not renamed or not renamed.keys() <= net.state_dict().keys():
         return None
 
     def numbers(tensors: Mapping[str, Tensor], positions: bool) -> Counter[int]:
-        named = ((any(word in key for word in _POSITIONS), value) for key, value in tensors.items())
-        return Counter(value.numel() for is_position, value in named if is_position == positions)
+        return Counter(value.numel() for key, value in tensors.items() if _is_position(key) == positions)
 
     if numbers(renamed, False) - numbers(state, False):
         return None
@@ -234,7 +226,7 @@ def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Ten
 
 
 def _normaliser(
-    state: Mapping[str, Tensor], outside: Sequence[str], prefix: str, file: str | os.PathLike[str], channels: int
+    state: Mapping[str, Tensor], outside: Sequence[str], prefix: str, file: File, channels: int
 ) -> dict[str, list[float]]:
     """Mean and standard deviation of a module that normalises pixels; says which tensors outside are left out."""
     pixels: dict[str, list[float]] = {}

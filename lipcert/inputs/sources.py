@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,9 +114,7 @@ def _chosen() -> Source:
         return Source(str(newest), str(newest), file=True, chosen=True)
     bundled = path_of(BUNDLED)
     if bundled is None or not bundled.is_file():
-        raise LoadError(
-            "no model named, and no lipcert artifact in this folder; name one, such as vit_tiny_patch16_224"
-        )
+        raise LoadError("no model named, and no artifact in this folder; name one, such as vit_tiny_patch16_224")
     return Source(str(bundled), BUNDLED, file=True, shipped=True, chosen=True)
 
 
@@ -135,14 +133,18 @@ def unknown(name: str, names: Iterable[str]) -> str:
     """The message on a name that timm does not have, with similar ones."""
     if re.fullmatch(r"-?\d*\.?\d+", name):
         return f"{name} stands where a model is named; several numbers of one option have commas between: 0.5,0.5,0.5"
-    close = difflib.get_close_matches(name.partition(".")[0].lower(), list(names), n=3)
+    files: list[str] = []
     with suppress(OSError):  # a file without the end of its name
         files = [file for file in sorted(os.listdir()) if name.strip() and Path(file).suffix.lower() in WEIGHTS]
-        close = [file for file in files if file.startswith(name)][:1] + close
-    similar = f" (did you mean {' or '.join(close)}?)" if close else ""
-    return (
-        f"timm has no model {shortened(name)!r}{similar}; a file is given by its path, a hub model as hf-hub:OWNER/NAME"
-    )
+    close = similar(name.partition(".")[0], names, [file for file in files if file.startswith(name)][:1])
+    remedy = "a file is given by its path, a hub model as hf-hub:OWNER/NAME"
+    return f"timm has no model {shortened(name)!r}{close}; {remedy}"
+
+
+def similar(name: str, names: Iterable[str], first: Sequence[str] = ()) -> str:
+    """The names that may have been meant, for a message; "" without any."""
+    close = [*first, *difflib.get_close_matches(name.lower(), list(names), n=3)]
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 @functools.lru_cache(maxsize=1)

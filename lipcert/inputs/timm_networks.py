@@ -49,9 +49,7 @@ def is_configured(name: str) -> bool:
         configured = timm.models.get_pretrained_cfg(name) is not None
     if tag and not configured:
         tagged = [n for n in timm.list_models(f"{architecture}.*", pretrained=True) if n.startswith(f"{architecture}.")]
-        raise LoadError(
-            f"timm has no weights called {name!r}; it has {', '.join(tagged) or 'none for this architecture'}"
-        )
+        raise LoadError(f"timm has no weights called {name!r}; it has {', '.join(tagged) or 'none for this network'}")
     return configured
 
 
@@ -117,35 +115,26 @@ def hub_answers() -> bool:
     request = urllib.request.Request(hub_constants.ENDPOINT, method="HEAD")
     try:
         urllib.request.urlopen(request, timeout=PROBE_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)
-    except (OSError, http.client.HTTPException):
-        return False
+    except (OSError, http.client.HTTPException) as error:  # an answer that is an error is one, too
+        return isinstance(error, urllib.error.HTTPError) or isinstance(getattr(error, "reason", None), ssl.SSLError)
     return True
 
 
 def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
     message = shortened(first_line(error), 300)
     if is_network_error(error):
-        return (
-            f"cannot download {name}: no network, or the model hub is unreachable; "
-            f"give the timm name and a file with its weights as {as_given('checkpoint=')}"
-        )
+        remedy = f"give the timm name and a file with its weights as {as_given('checkpoint=')}"
+        return f"cannot download {name}: no network, or the model hub is unreachable; {remedy}"
     if isinstance(error, hub_errors.HfHubHTTPError):
         return f"the hub does not give out {name}: {message}; check the name, or log in if it is gated"
     if "No pretrained weights exist" in message:
-        return (
-            f"timm has no pretrained weights for {name}; give a file with {as_given('checkpoint=')}, "
-            f"or take random weights with {as_given('pretrained=False', '--no-pretrained')}"
-        )
-    if arguments:
-        listing = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)
-        wrong = re.search(r"unexpected keyword argument '(\w+)'", message)
-        close = difflib.get_close_matches(wrong[1], _COMMON, n=1) if wrong else []
-        return f"timm cannot build {name} with {listing}: {message}{f'; did you mean {close[0]}?' if close else ''}"
-    return f"timm cannot load {name}: {message}"
+        remedy = f"give a file with {as_given('checkpoint=')}, or {as_given('pretrained=False', '--no-pretrained')}"
+        return f"timm has no pretrained weights for {name}; {remedy} for random ones"
+    listing = shortened(", ".join(f"{key}={value!r}" for key, value in arguments.items()), 300)
+    wrong = re.search(r"unexpected keyword argument '(\w+)'", message)
+    close = difflib.get_close_matches(wrong[1], _COMMON, n=1) if wrong else []
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return f"timm cannot {f'build {name} with {listing}' if arguments else f'load {name}'}: {message}{meant}"
 
 
 def is_network_error(error: BaseException | None) -> bool:

@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,17 +54,18 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     """
     path = Path(path)
     index = _index_of(path)
-    if index is not None:
-        return _read_parts(index)
+    return _read_file(path) if index is None else _read_parts(index)
+
+
+def _read_file(path: Path) -> StoredWeights:
     if path.is_dir():
         raise formats.of_folder(path, WEIGHTS)
     if not path.is_file():
         raise no_file(path)
-    return _read_file(path)
-
-
-def _read_file(path: Path) -> StoredWeights:
     reader = formats.reader_of(path)
+    if formats.configuration_beside(path):
+        of_name = "mean, std and classes are those of the timm name or those that you give"
+        warnings.warn(f"{path}: the config.json beside it is not read: {of_name}", stacklevel=5)
     if reader == "safetensors":
         keys, metadata = keys_of(path)
         if not keys:
@@ -112,10 +114,17 @@ def _read_parts(index: Path) -> StoredWeights:
 
 def keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
     """The names and the metadata of a safetensors file."""
+    with _opened(path) as file:
+        return list(file.keys()), file.metadata() or {}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open safetensors file; what fails within the block is a LoadError."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return list(file.keys()), file.metadata() or {}
-    except (safetensors.SafetensorError, OSError, ValueError) as error:
+            yield file
+    except (safetensors.SafetensorError, OSError, ValueError, AttributeError) as error:  # types that torch lacks
         if "expected a string" in (reason := first_line(error)):
             raise formats.refusal(path, formats.METADATA) from error
         raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; download it again") from error
@@ -140,13 +149,9 @@ class _Lazy(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         stored, path = self.stored[key]
-        try:
-            with safetensors.safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(stored)
-                return tensor
-        except (safetensors.SafetensorError, OSError, ValueError, AttributeError) as error:  # types that torch lacks
-            reason = f"{shortened(key)} cannot be read ({first_line(error)})"
-            raise LoadError(f"{path} is damaged, or changed while it was read: {reason}; get it again") from error
+        with _opened(path) as file:
+            tensor: Tensor = file.get_tensor(stored)
+            return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -204,7 +209,8 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         inner = {key: value for key, value in state.items() if isinstance(value, Mapping) and value}
         swapped = bool({"meta", "message_hub"} & inner.keys()) and {"state_dict", "ema_state_dict"} <= inner.keys()
         keys = [key for key in WRAPPERS if key in inner]  # of which some may hold settings, or tensors without names
-        wrapper = "state_dict" if swapped else max(keys, key=lambda key: _holds(inner[key]), default=None)
+        held = {key: any(one.dim() for _, one in _within(inner[key])) for key in keys}
+        wrapper = "state_dict" if swapped else max(keys, key=lambda key: held[key], default=None)
         if wrapper is None:
             break
         state = inner.pop(wrapper)
@@ -251,30 +257,23 @@ def _count(value: Mapping[Any, Any]) -> int:
     return sum(isinstance(one, Tensor) for entries in lists for one in entries)
 
 
-def _holds(value: Mapping[Any, Any], depth: int = NESTED) -> bool:
-    """Whether a mapping, or one in it, holds tensors that are no single numbers."""
-    return any(
-        _holds(one, depth - 1) if isinstance(one, Mapping) and depth else isinstance(one, Tensor) and one.dim() > 0
-        for one in value.values()
-    )
-
-
 def _seen(content: Any) -> str:
     """What a checkpoint holds in which no weights were found: its keys, and its largest tensors by name."""
     if not isinstance(content, Mapping):
         return f"a {type(content).__name__}"
-    found: dict[str, Tensor] = {}
-    waiting: list[tuple[str, Any]] = [("", content)]
-    while waiting:
-        place, value = waiting.pop()
-        if isinstance(value, Tensor):
-            found[place] = value
-        elif isinstance(value, Mapping) and place.count(".") <= NESTED:
-            waiting += [(f"{place}.{key}".strip("."), one) for key, one in value.items()]
-    largest = sorted(found, key=lambda name: -found[name].numel())[:3]
-    listed = ", ".join(f"{shortened(name)} {tuple(found[name].shape)}" for name in largest)
+    largest = sorted(_within(content), key=lambda found: -found[1].numel())[:3]
+    listed = ", ".join(f"{shortened(name)} {tuple(value.shape)}" for name, value in largest)
     keys = listing([*map(str, content)]) or "none"
     return f"the keys {keys}" + (f", and as its largest tensors {listed}" if listed else ", and no tensors")
+
+
+def _within(value: Any, place: str = "", depth: int = NESTED) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in mappings in mappings, with the keys where they are."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, Mapping) and depth >= 0:
+        for key, one in value.items():
+            yield from _within(one, f"{place}.{key}".strip("."), depth - 1)
 
 
 def _is_plain(value: Any) -> bool:
