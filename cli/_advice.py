@@ -91,7 +91,8 @@ def advise(status: Status) -> Advice:
     if status.random:
         return Advice("", random_weights(status.model))
     if status.original:
-        taught = ["--teacher", status.original[0]] if len(status.original) == 1 else []
+        known = len(status.original) == 1 and not os.path.isfile(status.original[0])  # a converted one teaches nothing
+        taught = ["--teacher", *status.original] if known else []
         smoothed = replace(status, model=status.original, original=(), log10=math.inf)
         return Advice(
             command("finetune", *model, *train, *taught),

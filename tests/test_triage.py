@@ -282,6 +282,7 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     assert not advise(KNOWN["another function"]).others
     assert [one.command.split()[:3] for one in converted.others] == [["lipcert", "certify", "resnet18"]]
     assert "--teacher" not in advise(KNOWN["converted from a file"]).command
+    assert "--teacher" not in advise(replace(KNOWN["another function"], original=[__file__])).command
     random = advise(replace(KNOWN["converted"], random=True)).facts
     assert [name for name, _ in random] == ["weights"]
 
