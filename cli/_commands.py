@@ -223,6 +223,9 @@ def _one_line(error: Any) -> str:
     about = getattr(getattr(error, "param", None), "help", None)
     if message.startswith("Missing") and about:
         message = f"{message}: {about.rstrip('.')}"
+        arguments = [one.metavar for one in error.ctx.command.params if one.param_type_name == "argument"]
+        if message.startswith("Missing argument") and len(arguments) > 1:  # the one given may be the one missed
+            message += f"; the arguments are {' '.join(arguments)}"
     if hint := _OF_TIMM.get(getattr(error, "option_name", "")):
         message = f"No such option: {error.option_name}; {hint}"
     where = error.ctx.command_path if error.ctx is not None else "lipcert"

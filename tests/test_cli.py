@@ -656,6 +656,7 @@ def test_usage_errors_have_exit_code_2(folder):
     for arguments in (["certify"], ["banana"], ["certify", "--eps"], ["convert"], ["certify", "--limit", "x"]):
         assert refused(*arguments).endswith("--help says more")
     assert "l2 radius on pixels" in refused("certify")
+    assert "the arguments are MODEL RESULTS" in refused("verify", "r.jsonl")
     assert re.search("^Usage: lipcert", run(code=2).output)
 
 

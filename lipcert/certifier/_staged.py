@@ -78,7 +78,8 @@ def prepare(subject: Subject) -> tuple[dict[str, Method], dict[str, str], dict[s
                 skipped[name] = str(error)
                 continue
             if method.seconds > settings.time:
-                skipped[name] = f"it would take about {duration(method.seconds)} per image, more than the setting time"
+                needs = duration(method.seconds)
+                skipped[name] = f"it would take about {needs} per image, and the limit is {settings.time:g} s"
                 continue
             methods[name] = method
         if methods[name].note:
