@@ -528,6 +528,26 @@ def test_networks_that_are_no_function_of_one_image() -> None:
             Smoothing(wrapped(net), EPS, sigma=0.5)
 
 
+class Routed(HalfSpace):
+    """Experts by the brightest row, each of which takes so many images of a batch and drops the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        which = x.mean((1, 3)).argmax(1)
+        place = F.one_hot(which, x.shape[2]).cumsum(0).gather(1, which[:, None])
+        kept = place <= max(2, len(x) // 2)
+        return torch.cat([0.5 * kept, 0.5 - kept.float()], 1)
+
+
+def test_a_batch_that_mixes_its_images_later_is_seen_too() -> None:
+    """The draws of the first images are spread over the experts, and none is dropped."""
+    images = torch.full((64, 3, 4, 4), 0.5)
+    images[32:, :, 2] = 1.0
+    smoothing = Smoothing(wrapped(Routed(), (3, 4, 4)), EPS, sigma=0.1, batch=64, all_samples=True)
+    smoothing.run(images[:32])
+    with pytest.raises(LipcertError, match="on the batch"):
+        smoothing.run(images[32:])
+
+
 class InType(nn.Module):
     """Code that names its own type, or computes in float32 whatever its weights are."""
 

@@ -42,6 +42,8 @@ _COPIES = 4
 # The tolerance for changes of an image's logits with the batch, relative to the largest logit; rounding is smaller.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING_HALF, _ROUNDING_DOUBLE = 0.05, 1e-9
+# One of so many draws is compared later on, with so many times the tolerance: in some, rounding is at its worst.
+_EVERY, _LATER = 32, 4
 _DEPENDS = (
     "the network's logits for an image depend on the batch; smoothing needs draws that are independent of each other"
 )
@@ -132,6 +134,7 @@ class Smoothing:
             self.batch = max(1, min(self.batch, int(limit / _bytes_of_a_draw(self.model))))
         self.together = max(1, min(_MOST_IMAGES, self.batch // 16))
         self._sizes: set[int] = set()
+        self._since = 0  # draws since one was compared
 
     def run_batch(self, batch: Batch) -> SmoothedCertificates:
         """:meth:`run` for images of a data set, with noise drawn by their indices in it."""
@@ -244,12 +247,16 @@ class Smoothing:
         """Classes of images on the lattice; in parts if memory runs out; -1 if a logit is NaN."""
         try:
             logits = self._logits(images)
-            if len(images) not in self._sizes:
-                self._sizes.add(len(images))
-                # Draws are independent only if the logits of each do not depend on the others.
-                for place in sorted({0, len(images) // 2, len(images) - 1}):
+            # Draws are independent only if the logits of each do not depend on the others.
+            new, size = len(images) not in self._sizes, len(images)
+            self._since += size
+            if new or self._since >= _EVERY:
+                self._sizes.add(size)
+                self._since = 0
+                tolerance = _tolerance(self.model, logits) * (1 if new else _LATER)
+                for place in {0, size // 2, size - 1} if new else {int(images[0].sum()) % size}:  # of random noise
                     one = slice(place, place + 1)
-                    if not same_logits(self._logits(images[one]), logits[one], _tolerance(self.model, logits), logits):
+                    if not same_logits(self._logits(images[one]), logits[one], tolerance, logits):
                         raise InputError(_DEPENDS)
             return logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
         except (MemoryError, RuntimeError) as error:
