@@ -86,8 +86,9 @@ def test_a_proof_of_rounding_is_not_claimed_without_one(monkeypatch):
     monkeypatch.setattr(_nominal, "_LARGEST_RATIO", 0.0)  # no proof is tried
     run("certify", "--eps", EPS, "--limit", "1", "--out", "r.jsonl", "--method", "gloro")
     assert '"rounding": "checked"' in (text := Path("r.jsonl").read_text())
-    Path("r.jsonl").write_text(text.replace("checked", "proved"))
-    assert "rounding proved is claimed and checked found" in run("verify", "bundled", "r.jsonl", code=1).stderr
+    for other, word in (('"rounding": "proved"', "proved"), ('"none": null', "not stated")):
+        Path("r.jsonl").write_text(text.replace('"rounding": "checked"', other))
+        assert f"rounding {word} is claimed and checked found" in run("verify", "bundled", "r.jsonl", code=1).stderr
     Path("r.jsonl").write_text(text.replace("checked", "hoped"))
     assert "neither proved nor checked" in run("verify", "bundled", "r.jsonl", code=2).stderr
 

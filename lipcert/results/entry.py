@@ -53,7 +53,7 @@ def write_entry(path: Path, entry: Mapping[str, Any], run: Run, recomputed: int,
         "certificate": {
             "kind": known.get("kind") or (run.holds_for if run.smoothed else ", ".join(run.methods)),
             "guarantee": run.rigor,
-            "assumptions": ", ".join(words) or "those of the theorem",
+            "assumptions": ", ".join(words),
         },
         "images": total,
         "parameters": parameters,

@@ -240,10 +240,10 @@ def _objection(claimed: Mapping[str, Any], recomputed: Mapping[str, Any], attack
     stated, spent = ((Rigor.parse(row["rigor"]) or Rigor(0.0)).delta for row in (claimed, recomputed))
     if stated < spent or bool(stated) is not bool(spent):
         return f"{claimed['rigor']} is claimed and {recomputed['rigor']} found"
-    for name in (name for name in EVIDENCE if name in claimed):
-        weaker = WORDS[WORDS.index(claimed[name]) + 1 :] if claimed[name] else WORDS
+    for name in EVIDENCE:
+        weaker = WORDS[WORDS.index(claimed[name]) + 1 :] if claimed.get(name) else WORDS
         if recomputed.get(name) in weaker:
-            return f"{name} {claimed[name]} is claimed and {recomputed[name]} found"
+            return f"{name} {claimed.get(name) or 'not stated'} is claimed and {recomputed[name]} found"
     for name in ("attacked", "attack_distance") if attacked else ():
         if not same(claimed.get(name), recomputed[name], _ATTACK_TOLERANCE):
             return f"{name} = {claimed.get(name)} is claimed and {recomputed[name]} found"
