@@ -1,5 +1,6 @@
 """What belongs together: rows and the code that made them, claims and what is measured again."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -74,6 +75,16 @@ def test_every_change_of_the_code_changes_the_identity():
     known.append(identity_of_code(loaded(SAME, Denoiser(0.9)))[0])
     known.append(identity_of_code(loaded(SAME, Denoiser(0.8)))[0])
     assert len(set(known)) == len(known)
+
+
+def test_which_of_two_weights_is_read_changes_the_identity():
+    """As with averaged weights beside the others, which give nearly the same logits."""
+    model = loaded(SAME)
+    model.net.ema = copy.deepcopy(model.net.head)
+    known = identity_of_code(model)
+    model.net.forward = lambda x: model.net.ema(0.5 * x.flatten(1))
+    assert identity_of_code(model)[1] == known[1]
+    assert identity_of_code(model)[0] != known[0]
 
 
 def test_another_type_or_a_weight_keeps_the_operations():

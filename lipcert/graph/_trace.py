@@ -25,8 +25,8 @@ ONE_LOGIT = "the one logit z counts as the two logits [0, z], for the labels 0 a
 class Trace(TorchFunctionMode):
     """Records the operations of a run: names, sizes, numbers, and tensors that are neither weights nor computed.
 
-    Calls of torch's Python interface do not depend on the machine or the device, and neither does the digest: constants
-    that the code computes count by the operations that compute them.
+    Calls of torch's Python interface do not depend on the machine or the device, and neither does the digest: weights
+    count by their numbers, and what the code computes by the operations that compute it.
 
     Attributes:
         digest: SHA-256 of the operations so far.
@@ -36,7 +36,8 @@ class Trace(TorchFunctionMode):
     def __init__(self, identified: Iterator[Tensor]):
         super().__init__()
         self.digest, self.squashed = hashlib.sha256(), ""
-        self._makers: dict[int, tuple[Any, str]] = {id(tensor): (tensor, "") for tensor in identified}
+        self._known: dict[int, tuple[Any, str, int]] = {id(x): (x, "", number) for number, x in enumerate(identified)}
+        self._count = len(self._known)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,16 +54,18 @@ class Trace(TorchFunctionMode):
         maker = self.maker(args[0]) if op in PASSING and args else op if isinstance(op, str) else name
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(part, Tensor):
-                self._makers[id(part)] = part, maker
+                self._count += 1
+                self._known[id(part)] = part, maker, self._count
         return result
 
     def maker(self, tensor: Any) -> str:
         """The name of the operation that computed a tensor, apart from those that only move entries."""
-        return self._makers.get(id(tensor), (None, ""))[1]
+        return self._known.get(id(tensor), (None, ""))[1]
 
     def _described(self, tree: Any) -> str:
         if isinstance(tree, Tensor):
-            content = "" if id(tree) in self._makers else hashlib.sha256(_content(tree)).hexdigest()
+            known = self._known.get(id(tree))
+            content = hashlib.sha256(_content(tree)).hexdigest() if known is None else known[2]
             return f"{tuple(tree.shape)} {tree.dtype} {content}"
         if isinstance(tree, np.ndarray):
             return f"{tree.shape} {tree.dtype} {hashlib.sha256(np.ascontiguousarray(tree).tobytes()).hexdigest()}"
