@@ -388,6 +388,8 @@ class _Reads(nn.Module):
         self.block, self.kind, self.head = block, kind, nn.Linear(4, 2)
 
     def forward(self, x):
+        if self.kind == "gate":
+            return self.head(self.block(x.flatten(1)) * x.flatten(1))
         if self.kind == "a copy is read":
             return self.head(self.block(x.flatten(1))) + self.head(self.block.kept)
         if self.kind == "two outputs":
@@ -412,6 +414,12 @@ def test_a_place_is_refused_whose_output_is_not_what_it_computes_last(kind):
     net = _Reads(block.get(kind, nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])), kind).eval()
     model = lipcert.load(net, mean=0.0, std=1.0, input_size=(1, 2, 2))
     with pytest.raises(InputError, match="runs once and returns the tensor that it computes last"):
+        lipcert.certify(model, torch.rand(2, 1, 2, 2), eps=0.01, at="block", method="anchored")
+
+
+def test_a_product_with_a_value_beside_the_place_is_refused_in_words():
+    model = lipcert.load(_Reads(nn.Linear(4, 4), "gate").eval(), mean=0.0, std=1.0, input_size=(1, 2, 2))
+    with pytest.raises(UnsupportedOperation, match=r"mul \(of a value that does not depend on the output that at="):
         lipcert.certify(model, torch.rand(2, 1, 2, 2), eps=0.01, at="block", method="anchored")
 
 

@@ -228,9 +228,12 @@ class Network:
         values = self.values(example[:, None])
         rules: dict[Node, type[Remainder]] = {}
         missing = []
-        for node in self.graph.between(self.source, [self.graph.output]):
+        after = self.graph.between(self.source, [self.graph.output])
+        for node in after:
             try:
                 rule = remainder_of(node)
+                if rule is not None and not {self.source, *after}.issuperset(node.operands):
+                    raise NoAnswer("of a value that does not depend on the output that at= names")
                 if rule is not None:
                     rule(node, [values[operand] for operand in node.operands], values[node])
             except NoAnswer as reason:
