@@ -218,9 +218,8 @@ def _from_name(
             f"{key} {' '.join(f'{x:.6g}' if isinstance(x, float) else str(x) for x in v) if isinstance(v, list) else v}"
             for key, v in recorded.items()
         )
-        warnings.warn(
-            f"{checkpoint} records how it was trained, which is used where you give nothing else: {what}", stacklevel=4
-        )
+        text = f"{checkpoint} records how it was trained, which is used where you give nothing else: {what}"
+        warnings.warn(text, stacklevel=4)
     return model
 
 

@@ -71,21 +71,18 @@ class Preprocessing:
     def apply(self, model: Model) -> None:
         """Changes a model's normalisation, input size and data configuration."""
         channels = model.input_size[0]
-        for name in ("mean", "std"):
-            numbers = getattr(self, name)
-            if numbers is None:
-                continue
+        given = self.stated(channels)
+        size = given.pop("input_size", model.input_size)
+        for name, numbers in given.items():
             if len(numbers) not in (1, channels):
                 raise InputError(f"{name} needs one number for each of the {channels} channels, got {len(numbers)}")
             values = getattr(model, name)
             values.copy_(values.new_tensor(numbers).view(-1, 1, 1).expand_as(values))
-        if self.input_size is not None:
-            size = (channels, int(self.input_size[0]), int(self.input_size[-1]))
-            if size != model.input_size:
-                from lipcert.inputs.loading import number_of_classes  # imports torch
+        if size != model.input_size:
+            from lipcert.inputs.loading import number_of_classes  # imports torch
 
-                model.input_size = size
-                number_of_classes(model)
+            model.input_size = size
+            number_of_classes(model)
         for name in ("crop_pct", "interpolation"):
             if getattr(self, name) is not None:
                 model.data_config[name] = getattr(self, name)
@@ -113,7 +110,8 @@ def in_words(config: Mapping[str, Any]) -> str:
     """One line: ``resize to 256 on the shorter side, crop 224×224, bicubic; mean 0.5; std 0.229, 0.224, 0.225``."""
     try:
         resized, size, mode = _sizes(config)
-        numbers = "; ".join(f"{name} {_channels(config[name])}" for name in ("mean", "std"))
+        several = {name: config[name] if len({*config[name]}) > 1 else config[name][:1] for name in ("mean", "std")}
+        numbers = "; ".join(f"{name} {', '.join(f'{x:.4g}' for x in values)}" for name, values in several.items())
         if resized is None:
             return f"{_times(size)}, as stored; {numbers}"
         if mode == "squash":
@@ -156,11 +154,6 @@ def _sizes(config: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int
         return None, (rows, columns), ""
     resized = math.floor(rows / config["crop_pct"]), math.floor(columns / config["crop_pct"])
     return resized, (rows, columns), config["crop_mode"]
-
-
-def _channels(numbers: Sequence[float]) -> str:
-    """A number for each channel, or one where all are equal."""
-    return ", ".join(f"{x:.4g}" for x in (numbers if len({*numbers}) > 1 else numbers[:1]))
 
 
 def _times(size: tuple[int, int]) -> str:

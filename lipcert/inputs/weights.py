@@ -217,11 +217,8 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         others = [str(key) for key, value in inner.items() if 2 * _count(value) >= max(1, _count(state))]
         if others:
             averaged = ", the averaged ones in mmengine's files" if swapped else ""
-            warnings.warn(
-                f"{path} holds several sets of weights: taken are those under {wrapper}{averaged}, and not those under "
-                f"{listing(others)}; to have others, save them alone",
-                stacklevel=5,
-            )
+            taken = f"those under {wrapper}{averaged}, and not those under {listing(others)}; save others alone"
+            warnings.warn(f"{path} holds several sets of weights: taken are {taken} to have them", stacklevel=5)
     weights = {key: value for key, value in state.items() if isinstance(key, str) and key != "_metadata"}
     divided = isinstance(content, Mapping) and {"ds_version", "param_shapes"} & content.keys()
     if divided and any(isinstance(value, Tensor) and not value.numel() for value in weights.values()):
@@ -234,14 +231,13 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         return _cleaned(tensors, path)
     if any("_packed_params" in key or getattr(value, "is_quantized", False) for key, value in weights.items()):
         raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")
-    odd = next((key for key, value in weights.items() if isinstance(value, Tensor) and not _is_plain(value)), None)
-    if odd is not None:
-        raise LoadError(f"{path}: {shortened(odd)} is no dense tensor of real numbers; store it as one")
+    for key, value in weights.items():
+        if isinstance(value, Tensor) and not _is_plain(value):
+            raise LoadError(f"{path}: {shortened(key)} is no dense tensor of real numbers; store it as one")
     if isinstance(content, Omitted):
         raise formats.refusal(path, "holds a module, or another Python object, which is never run" + formats.STATE)
     omitted = [key for key, value in weights.items() if isinstance(value, Omitted)] if not _count(weights) else []
-    objects = [key for key in omitted if not numbers_of(weights[key])]
-    if objects:
+    if objects := [key for key in omitted if not numbers_of(weights[key])]:
         key = next((key for key in objects if key in WRAPPERS), objects[0])
         text = f"holds no tensors, but under {key!r} a module, or another Python object, which is never run"
         raise formats.refusal(path, text + formats.STATE.replace("False)", f"False)[{key!r}]"))
