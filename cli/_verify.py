@@ -74,9 +74,7 @@ def verify(
     try:
         loaded = load_model(named, ModelOptions(**vars(asked_weights), **vars(recorded)), denoiser=denoiser)
     except LipcertError as error:
-        raise InputError(
-            f"{model} cannot be loaded as {run.network}, of which {results} holds rows: {error}"
-        ) from error
+        raise InputError(f"{model} cannot be loaded as {run.network}, the network of {results}: {error}") from error
     check_model(run, loaded)
     settings = run.settings(attack_of(run))
     lists: dict[str, Any] = {"classes": classes or earlier.get("classes"), "labels": labels or earlier.get("labels")}

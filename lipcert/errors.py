@@ -96,9 +96,9 @@ class UnsupportedCode(UnsupportedOperation):
         remedy = "rewrite it so that every image and dtype takes the same tensor operations"
         if "changes its module" in listed:
             remedy = (
-                "take counters and kept values out of forward. Where torch.nn.utils.parametrize computes a weight anew "
-                f"at every call, {as_given('freeze=True', '--model-args freeze=True')} keeps it; where forward does, "
-                "store the computed weight once"
+                "remove counters and stored values from forward. If torch.nn.utils.parametrize recomputes a weight in "
+                f"every call, {as_given('freeze=True', '--model-args freeze=True')} keeps it; if forward does, store "
+                "the computed weight once"
             )
         return f"the network's code cannot be certified: {listed}; {remedy}"
 

@@ -148,11 +148,11 @@ def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
     assert "a run with another model" in smoothed(*four, code=2).stderr
     assert "continuing after 2 images" in smoothed(*four, *denoised).stderr
     run(*VERIFY, *denoised)
-    assert "rows about a model behind a denoiser; give --denoiser dct too" in run(*VERIFY, code=2).stderr
+    assert "rows about a model with a denoiser in front; give --denoiser dct too" in run(*VERIFY, code=2).stderr
     lipcert.report(tmp_path / "r.jsonl", card=tmp_path / "README.md")
     card = (tmp_path / "README.md").read_text()
     assert "denoiser=dct" in card
-    assert "returns the class that the network, behind the denoiser dct, predicts most often" in card
+    assert "returns the class that the network, with the denoiser dct in front, predicts most often" in card
     assert "denoiser | dct, in front of the network" in card
     assert "the class that the network, behind its denoiser where one is named, predicts most often" in card
 

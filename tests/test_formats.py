@@ -271,14 +271,14 @@ def test_of_two_indexes_the_one_that_is_left_out_is_named(tmp_path):
         safetensors.torch.save_file({"x": torch.full((1,), number)}, tmp_path / f"{name}.safetensors")
         index = json.dumps({"weight_map": {"x": f"{name}.safetensors"}})
         (tmp_path / f"{name}.safetensors.index.json").write_text(index)
-    with pytest.warns(UserWarning, match=r"taken is a\.safetensors\.index\.json, and not b\."):
+    with pytest.warns(UserWarning, match=r"a\.safetensors\.index\.json is used, and not b\."):
         assert read_checkpoint(tmp_path).state["x"] == 0
 
 
 @pytest.mark.parametrize("entry", [3, "text", None, io.BytesIO(b"x"), {1, 2}])
 def test_entries_that_are_no_tensors_are_left_out(tmp_path, entry):
     torch.save({**STATE, "entry": entry}, tmp_path / "w.pth")
-    with pytest.warns(UserWarning, match="left out, as no tensors: entry"):
+    with pytest.warns(UserWarning, match="left out, because they are not tensors: entry"):
         assert read_checkpoint(tmp_path / "w.pth").state.keys() == STATE.keys()
 
 

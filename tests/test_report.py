@@ -206,7 +206,7 @@ def test_damaged_and_missing_files(results, tmp_path):
     assert "not a summary of results" in refused(results(eps=0))
     path = results()
     path.with_suffix(".summary.json").unlink()
-    assert "r.summary.json beside it" in refused(path)
+    assert "r.summary.json in its folder" in refused(path)
     assert "there is no file" in refused("missing.jsonl")
     (tmp_path / "empty").mkdir()
     assert "holds no results" in refused("empty")

@@ -211,7 +211,7 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     head = {"c.0.weight": torch.ones(8, 512), "c.0.bias": torch.ones(8)}
     says(
         {**encoder, **head, "c.2.weight": torch.ones(3, 8), "c.2.bias": torch.ones(3)},
-        "if those beside it are its classifier, build",
+        "if the other tensors are its classifier, build",
         "if it has none, train",
     )
     says({**encoder, "pos_weight": torch.ones(3)}, "without a classifier; train")
@@ -394,7 +394,7 @@ def test_parts_of_a_checkpoint_are_read_by_their_index(net, tmp_path, suffix):
     for one in (index, tmp_path, tmp_path / names[1]):
         assert same(load(NAME, checkpoint=one, **GIVEN), net)
     (tmp_path / names[0]).unlink()
-    with pytest.raises(LoadError, match=f"{names[0]}, which is not beside it"):
+    with pytest.raises(LoadError, match=f"{names[0]}, which is not in its folder"):
         load(NAME, checkpoint=index, **GIVEN)
     for text in ("[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../../etc/passwd"}}', "x"):
         index.write_text(text)

@@ -430,7 +430,7 @@ def _check_sign(analysis: Analysis) -> None:
     if lowest > -1e-9:  # 0 but for rounding
         raise InputError(
             f"the network's one output is never below {lowest:.3g}, as a probability; let the network return the logit "
-            "before that, which is positive for class 1 alone"
+            "before it, which is positive for class 1 only"
         )
 
 

@@ -170,8 +170,8 @@ def _compare(result: Tensor, expected: Tensor, rounding: Tensor, path: str) -> N
     away = l2_norm((result - expected).flatten(1), 1) if result.shape == expected.shape else rounding + math.inf
     if not bool((away <= 2 * rounding).all()):
         raise InputError(
-            f"{path} returns another result than its weights and attributes give, from which lofast-paper computes its "
-            "constants; take another method"
+            f"lofast-paper computes its constants from the weights and attributes of {path}, which returns another "
+            "result than these give; use another method"
         )
 
 

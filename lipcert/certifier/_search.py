@@ -140,8 +140,8 @@ class _Evaluations:
     def predicted(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of the functions that were evaluated the least ε at which one may vanish, each of shape (N,).
 
-        By a loss aε + bε^(1+p), but where that is outside of what is open the middle of it; by a linear loss, which is
-        larger; and the middle.
+        One prediction is from a loss aε + bε^(1+p), or the middle of the open interval where that lies outside it; one
+        from a linear loss, which is larger; and one is the middle.
         """
         low, high = self.low, self.high
         root, beyond = _vanishing(self.whole, self.steepness, self.before, self.at_before, self.last, self.at_last)

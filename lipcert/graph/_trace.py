@@ -121,13 +121,14 @@ def outputs_of(model: Model) -> int:
         ends = "" if outputs.min() < 0 else f"never below 0 for the example images, computed by {squashed}"
     if count == 1 and (ends or last in OF_CLASSES):
         raise InputError(
-            f"the network's one output is a probability ({ends or f'it ends in {last}'}), which is positive whatever "
-            "the class; let the network return the logit before that, which is positive for class 1 alone"
+            f"the network's one output is a probability ({ends or f'it ends in {last}'}), which is positive for both "
+            "classes; let the network return the logit before it, which is positive for class 1 only"
         )
     if count > 1 and (why := ends or _multi_label_config(model.net)):
         raise InputError(
-            f"the network's {count} outputs are labels of which several may hold at once ({why}), so there is no one "
-            "class to certify; if the classes exclude each other, let the network return logits, without a sigmoid"
+            f"the network's {count} outputs are labels of which several may hold at once ({why}), so there is no "
+            "single class to certify; if the classes are mutually exclusive, let the network return logits, "
+            "without a sigmoid"
         )
     return count
 

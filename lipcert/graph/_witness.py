@@ -285,7 +285,7 @@ def reason_of_failure(network: Callable[[Tensor], Any], image: Tensor, error: Ex
         return reason
     where = f"{paths.get(running[-1]) or 'the network'} ({type(running[-1]).__name__})"
     if any(re.search(r"quant|\.qat\.|bitsandbytes", type(part).__module__) for part in running):
-        return f"{where} quantises, which has no bounds; give the network as it was before quantisation"
+        return f"{where} quantises, for which there are no bounds; give the network before quantisation"
     return f"{where} fails: {reason}"
 
 

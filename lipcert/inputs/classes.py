@@ -47,7 +47,7 @@ def number_by_name(names: Sequence[str], classes: Sequence[str], spec: str, whos
     """The number of each name among ``whose`` classes; composed and decomposed accents are the same name."""
     known = {composed(name): number for number, name in enumerate(classes)}
     if unknown := [name for name in names if composed(name) not in known]:
-        known_ones = f"{whose}: {listing(unknown)}; those are {listing(classes)}"
+        known_ones = f"{whose}: {listing(unknown)}; known are {listing(classes)}"
         raise InputError(f"{spec} has classes that are none of {known_ones}; rename or number them with --classes FILE")
     numbers = {name: known[composed(name)] for name in names}
     twice = [name for name, number in numbers.items() if Counter(numbers.values())[number] > 1]

@@ -268,7 +268,7 @@ class _Transform:
 
     def __call__(self, image: Image.Image) -> Tensor:
         if max(image.size) > _LONGEST * min(image.size):
-            raise ValueError(f"it has {image.size[0]} × {image.size[1]} pixels, a strip that would not stay one")
+            raise ValueError(f"it has {image.size[0]} × {image.size[1]} pixels, a strip of which a crop keeps little")
         pixels: Tensor = self.steps(_eight_bits(image).convert(self.mode))
         return pixels
 

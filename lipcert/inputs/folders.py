@@ -191,8 +191,8 @@ class ImageFiles:
         beside = sum("/" not in path for path in self.samples)
         if 0 < beside < len(self.samples):
             one = printable(next(path for path in self.samples if "/" not in path))
-            several = f"{beside} of {len(self.samples)} images beside them ({one})"
-            raise InputError(f"{self.files.spec} has class folders, and {several}; move these into those, or elsewhere")
+            several = f"{beside} of {len(self.samples)} images outside them ({one})"
+            raise InputError(f"{self.files.spec} has class folders, and {several}; move these into one, or elsewhere")
         named = (self.known or self.trained) and names[0].lower() not in CONTAINERS if names else False
         if beside or (len(names) == 1 and classes is None and not named):
             if classes is not None:

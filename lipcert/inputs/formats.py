@@ -52,9 +52,7 @@ _ONNX = (
     "onnx2torch.convert makes of it"
 )
 _TENSORFLOW = "belongs to a checkpoint of TensorFlow" + _MADE_OF
-ZERO = (
-    "belongs to a checkpoint of DeepSpeed ZeRO; gather its parts, beside its script: python zero_to_fp32.py . weights"
-)
+ZERO = "belongs to a checkpoint of DeepSpeed ZeRO; gather its parts, in its folder: python zero_to_fp32.py . weights"
 
 METADATA = (
     'has metadata that are not text, which safetensors does not allow; write the file without them: python -c "import '
@@ -67,7 +65,7 @@ _ARRAYS = "holds arrays, or objects of Python; give images and labels to lipcert
 # By the first bytes of any file.
 _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"\0*$", "is empty, or holds zeros alone; download it again"),
-    (rb"\0\x05\x16\x07", "is what macOS keeps beside a file; give that, whose name has no ._ in front"),
+    (rb"\0\x05\x16\x07", "is what macOS keeps beside a file; give the file itself, whose name has no ._ in front"),
     (rb"bplist00", "is a property list of macOS, as iCloud leaves it in place of a file; download the file itself"),
     (rb"version https://git-lfs", "is a Git LFS pointer, not the file itself; get that by git lfs pull"),
     (rb"(\.\./|\./|/)?\S*annex/objects/", "is a git-annex pointer, not the file itself; get that by git annex get"),
@@ -115,7 +113,7 @@ _MODELS: tuple[tuple[bytes, str], ...] = (
     (rb"\x80[\x02-\x05]|\(dp0|\(lp0", "is a pickle that torch.save did not write, whose objects are never run"
      + _TRUSTED.format(_TENSORS.format("pickle.load(open(sys.argv[1], 'rb'))")).replace("import", "import pickle,")),
     (rb"[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9\x00]", "is msgpack, as Flax writes it" + _MADE_OF),
-    (rb"\s*[\[{]", "is JSON, a configuration or an error; give the file of the weights beside it"),
+    (rb"\s*[\[{]", "is JSON, a configuration or an error; give the file of the weights"),
     (rb"model_checkpoint_path:", _TENSORFLOW),
 )  # fmt: skip
 # By the names in a zip archive, a line each.

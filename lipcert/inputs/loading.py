@@ -218,7 +218,7 @@ def _from_name(
             f"{key} {' '.join(f'{x:.6g}' if isinstance(x, float) else str(x) for x in v) if isinstance(v, list) else v}"
             for key, v in recorded.items()
         )
-        text = f"{checkpoint} records how it was trained, which is used where you give nothing else: {what}"
+        text = f"{checkpoint} records settings of its training, used unless you give others: {what}"
         warnings.warn(text, stacklevel=4)
     return model
 

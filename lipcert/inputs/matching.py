@@ -153,7 +153,7 @@ class _Difference:
                 return "its classifier has another name than the model's: rename it"
             train = "train one by finetune, with " + as_given("num_classes=N", "--model-args num_classes=N")
             if any(self.state[key].dim() == 2 for key in self.outside):
-                return f"if those beside it are its classifier, {_MADE}; if it has none, {train}"
+                return f"if the other tensors are its classifier, {_MADE}; if it has none, {train}"
             return f"it is a backbone without a classifier; {train}"
         for names, text in _FOREIGN:
             if any(re.search(names, key) for key in extra):

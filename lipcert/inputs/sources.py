@@ -132,7 +132,7 @@ def is_artifact(path: str | os.PathLike[str]) -> bool:
 def unknown(name: str, names: Iterable[str]) -> str:
     """The message on a name that timm does not have, with similar ones."""
     if re.fullmatch(r"-?\d*\.?\d+", name):
-        return f"{name} stands where a model is named; several numbers of one option have commas between: 0.5,0.5,0.5"
+        return f"{name} is in the place of a model; separate several numbers of one option by commas: 0.5,0.5,0.5"
     files: list[str] = []
     with suppress(OSError):  # a file without the end of its name
         files = [file for file in sorted(os.listdir()) if name.strip() and Path(file).suffix.lower() in WEIGHTS]

@@ -91,7 +91,7 @@ def _index_of(path: Path) -> Path | None:
     found = sorted(path.glob("*.index.json")) if path.is_dir() else []
     if len(found) > 1:
         others = ", ".join(other.name for other in found[1:])
-        warnings.warn(f"{path} holds several checkpoints: taken is {found[0].name}, and not {others}", stacklevel=4)
+        warnings.warn(f"{path} holds several checkpoints: {found[0].name} is used, and not {others}", stacklevel=4)
     return found[0] if found else None
 
 
@@ -102,7 +102,7 @@ def _read_parts(index: Path) -> StoredWeights:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise LoadError(f"{index} is no index of the parts of a checkpoint: {first_line(error)}") from error
     if missing := next((file for file in files.values() if not file.is_file()), None):
-        raise LoadError(f"{index} lists {missing.name}, which is not beside it; download all parts")
+        raise LoadError(f"{index} lists {missing.name}, which is not in its folder; download all parts")
     parts = sorted({*files.values()})
     if all(part.suffix == ".safetensors" for part in parts):
         held = {part: {*keys_of(part)[0]} for part in parts}
@@ -217,8 +217,8 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
         others = [str(key) for key, value in inner.items() if 2 * _count(value) >= max(1, _count(state))]
         if others:
             averaged = ", the averaged ones in mmengine's files" if swapped else ""
-            taken = f"those under {wrapper}{averaged}, and not those under {listing(others)}; save others alone"
-            warnings.warn(f"{path} holds several sets of weights: taken are {taken} to have them", stacklevel=5)
+            used = f"those under {wrapper}{averaged} are used, and not those under {listing(others)}"
+            warnings.warn(f"{path} holds several sets of weights: {used}; save others alone to use them", stacklevel=5)
     weights = {key: value for key, value in state.items() if isinstance(key, str) and key != "_metadata"}
     divided = isinstance(content, Mapping) and {"ds_version", "param_shapes"} & content.keys()
     if divided and any(isinstance(value, Tensor) and not value.numel() for value in weights.values()):
@@ -227,7 +227,7 @@ def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     tensors = {key: value for key, value in weights.items() if key not in others}
     if tensors and all(map(_is_plain, tensors.values())):
         if others:
-            warnings.warn(f"{path}: left out, as no tensors: {listing(others)}", stacklevel=5)
+            warnings.warn(f"{path}: left out, because they are not tensors: {listing(others)}", stacklevel=5)
         return _cleaned(tensors, path)
     if any("_packed_params" in key or getattr(value, "is_quantized", False) for key, value in weights.items()):
         raise LoadError(f"{path} holds quantised weights (int8), and not real numbers; give those it was made of")

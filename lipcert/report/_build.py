@@ -282,7 +282,7 @@ def sentence(run: Run, eps: Eps) -> str:
     """The result of one run as a self-contained text."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
     count, certified = len(run), run.certified_at(value)
-    images = f"{count} images" if run.complete else f"the {count} images that a run had seen when it was stopped"
+    images = f"{count} images" if run.complete else f"the {count} images that a stopped run had processed"
     what = "classified correctly and certified" if run.labelled else "certified"
     by = "the smoothed classifier" if run.smoothed else "the network"
     text = f"{run.name}: {certified} of {images} ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "
@@ -296,7 +296,7 @@ def sentence(run: Run, eps: Eps) -> str:
         known = ", which is the robust share" if run.surviving_at(value) == certified else ""
         text += f" Under {run.attack}, {surviving} remain so{known or '; the robust share lies between the two'}."
     if run.smoothed:
-        network = f"the network, behind the denoiser {run.denoiser}," if run.denoiser else "the network"
+        network = f"the network, with the denoiser {run.denoiser} in front," if run.denoiser else "the network"
         text += f" The smoothed classifier returns the class that {network} predicts most often under Gaussian noise "
         text += f"of σ = {run.noise.get('sigma', 0.0):g}; nothing is certified about the network itself."
     return text

@@ -445,7 +445,9 @@ def _summary(path: Path) -> Mapping[str, Any]:
             summary["rigor"] = summary.pop("rigor_asked")
         shlex.split(summary.get("command") or "")
     except OSError as error:
-        raise InputError(f"{path} has no summary {beside.name} beside it; copy both, or give another file") from error
+        raise InputError(
+            f"{path} has no summary {beside.name} in its folder; copy both, or give another file"
+        ) from error
     except DAMAGED as error:
         raise InputError(f"{beside} is not a summary of results; copy it again, or give another file") from error
     return dict(summary)

@@ -56,7 +56,9 @@ def check_model(run: Run, model: Model) -> None:
         "code_hash": ("code", identity_of_code(model)[0]),
     }
     if run.denoiser and not isinstance(model, Denoised):
-        raise InputError(f"{run.path} holds rows about a model behind a denoiser; give --denoiser {run.denoiser} too")
+        raise InputError(
+            f"{run.path} holds rows about a model with a denoiser in front; give --denoiser {run.denoiser} too"
+        )
     for key, (what, found) in actual.items():
         if claimed.get(key) != found:
             same = "the model that was certified"
