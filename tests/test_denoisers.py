@@ -154,7 +154,7 @@ def test_a_named_denoiser_on_the_command_line(tmp_path: Path) -> None:
     assert "denoiser=dct" in card
     assert "returns the class that the network, with the denoiser dct in front, predicts most often" in card
     assert "denoiser | dct, in front of the network" in card
-    assert "the class that the network, behind its denoiser where one is named, predicts most often" in card
+    assert "the class that the network, with its denoiser in front where one is named, predicts most often" in card
 
 
 def test_the_weights_of_a_denoiser_are_said_to_be_counted(capsys: pytest.CaptureFixture[str]) -> None:
