@@ -127,10 +127,9 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         return self._batch(tuple(indices)) if indices else None
 
     def may_be_others(self, indices: Sequence[int]) -> bool:
-        """Whether :meth:`others` gives these images for some limit: a block of the shuffle, not at its start."""
+        """Whether :meth:`others` gives these images for some limit and count: the last ones of the shuffle."""
         order = [i for i in order_of(self.total, None) if i not in self.removed]
-        places = sorted(order.index(i) for i in indices if i in order)
-        return len(places) == len(indices) and places[0] > 0 and places[-1] - places[0] < len(places)
+        return {*indices} == {*order[-len(indices) :]} and len(indices) < len(order)
 
     def shuffle(self) -> None:
         """Puts the images in the order of a run, so that the images of a stopped run are a random sample."""
