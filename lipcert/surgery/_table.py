@@ -173,24 +173,6 @@ NORMS = _named(
     "RmsNormActFp32 RmsNormAct2d RmsNormAct2dFp32 GroupNormAct GroupNorm1Act"
 )
 
-KEPT_NORMS: dict[str, str] = {
-    name: reason
-    for reason, classes in {
-        "a gate: each channel is multiplied by its share of the image": "timm.layers.grn: GlobalResponseNorm",
-        "divides by the deviation from a mean that it does not subtract": (
-            "timm.layers.norm: SimpleNorm SimpleNormFp32 SimpleNorm2d SimpleNorm2dFp32"
-        ),
-        "a gate over a deviation, not a normalisation alone": (
-            "timm.layers.evo_norm: EvoNorm2dB0 EvoNorm2dB1 EvoNorm2dB2 EvoNorm2dS0 EvoNorm2dS0a EvoNorm2dS1 "
-            "EvoNorm2dS1a EvoNorm2dS2 EvoNorm2dS2a"
-        ),
-        "normalises every channel by itself, with no mean": (
-            "timm.layers.filter_response_norm: FilterResponseNormTlu2d FilterResponseNormAct2d"
-        ),
-    }.items()
-    for name in _named(classes)
-}
-
 # These modules need no surgery because they are linear in evaluation mode: bounds fold them into the operator before.
 LINEAR_NORMS = _named(
     "timm.layers.layer_scale: LayerScale LayerScale2d; timm.layers.norm_act: BatchNormAct2d "
@@ -231,11 +213,9 @@ def norm_reason(module: nn.Module) -> str | None:
     if name in NORMS:
         shape = getattr(module, "normalized_shape", (0,))
         return "" if len(tuple(shape)) == 1 else "it normalises over several dimensions"
-    if name in KEPT_NORMS:
-        return KEPT_NORMS[name]
     if name in LINEAR_NORMS or "norm" not in type(module).__name__.lower():
         return None
-    inside = {*NORMS, *KEPT_NORMS, *LINEAR_NORMS}
+    inside = {*NORMS, *LINEAR_NORMS}
     maps = (nn.Linear, nn.modules.conv._ConvNd)
     contains = any(isinstance(part, maps) or class_name(part) in inside for part in module.modules())
     return None if contains else "no projection is known for this class"
