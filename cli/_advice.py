@@ -96,7 +96,7 @@ def advise(status: Status) -> Advice:
         smoothed = replace(status, model=status.original, original=(), log10=math.inf)
         return Advice(
             command("finetune", *model, *train, *taught),
-            "the new network is another function: training restores the accuracy",
+            "the new network is another function: train it before certifying it",
             (advise(smoothed)._replace(others=()),) if loose else (),
         )
     if loose:

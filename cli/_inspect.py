@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TOP = 20
 NAMED = 3
 
-# A bound is called useful if it certifies one step of an 8-bit pixel for a margin of 10 logits.
+# A bound is too large if it certifies less than one step of an 8-bit pixel for a margin of 10 logits.
 MARGIN, PIXEL_STEP = 10.0, 1 / 255
 
 
@@ -92,7 +92,7 @@ def verdict(bound: "Bound") -> str:
         radius = f"10^{math.floor(log_radius)}" if math.isfinite(log_radius) else "0"
     reach = f"a margin of {MARGIN:g} logits gives a radius of {radius}"
     if log_radius >= math.log10(PIXEL_STEP):
-        return f"useful for methods global and gloro: {reach}"
+        return f"by methods global and gloro, {reach}"
     whole = _total_gain(bound)
     named: list[str] = []
     covered = 0.0

@@ -515,7 +515,7 @@ def test_verdict_names_what_makes_the_bound_vacuous():
     assert "a radius of 10^-4000;" in _inspect.verdict(huge)
     usable = Bound(10.0, "deterministic", "test", layers=layers(a=1.0))
     assert _inspect.verdict(usable).startswith(
-        "useful for methods global and gloro: a margin of 10 logits gives a radius of 0.707"
+        "by methods global and gloro, a margin of 10 logits gives a radius of 0.707"
     )
     nothing = Bound(math.inf, "deterministic", "test", log10=math.inf)
     assert "gives a radius of 0;" in _inspect.verdict(nothing)

@@ -278,7 +278,9 @@ def test_advice_leads_to_a_certificate_and_not_in_a_circle():
     assert advise(KNOWN["nothing certified"]).command == "lipcert report r.jsonl --html r.html"
     converted = advise(KNOWN["converted"])
     assert converted.command == "lipcert finetune m.safetensors --data TRAIN --eps 36/255 --teacher resnet18"
-    assert advise(KNOWN["another function"]).reason.startswith("the new network is another function")
+    assert (
+        advise(KNOWN["another function"]).reason == "the new network is another function: train it before certifying it"
+    )
     assert not advise(KNOWN["another function"]).others
     assert [one.command.split()[:3] for one in converted.others] == [["lipcert", "certify", "resnet18"]]
     assert "--teacher" not in advise(KNOWN["converted from a file"]).command
