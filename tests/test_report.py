@@ -380,11 +380,29 @@ def test_without_an_image_predicted_right_there_is_no_median(results):
     assert "radius" not in columns  # no column without content
 
 
+@pytest.mark.parametrize(
+    ("predicted", "labels", "remarked"),
+    [("1111", "1002", True), ("1111", "1111", False), ("1110", "1110", False), ("1101", "1002", False)],
+)
+def test_a_classifier_that_repeats_one_class_is_called_so(results, predicted, labels, remarked):
+    pairs = [(int(one), int(label)) for one, label in zip(predicted, labels, strict=True)]
+    rows = [row(i, 0.2, predicted=one, label=label, correct=one == label) for i, (one, label) in enumerate(pairs)]
+    rows += [row(4, 0.0, predicted=1, label=0, correct=False, abstained=True)]
+    (run,) = read_runs([results(rows=rows)])
+    said = (
+        "class 1 for 4 of 5 images; 1 are classified correctly, and the most frequent label alone would be right for 3"
+    )
+    assert [text for name, text in _build.facts(run, [(EPS, "0.1")]) if name == "predicted"] == [said] * remarked
+    assert (said in str(model_card([run]))) is remarked
+
+
 def test_steps_stand_one_by_one_without_what_is_off(results):
     recipe = [{"step": "convert", "seed": 0, "adaptation": False, "limit": None}, {"step": "finetune", "loss": "ce"}]
+    recipe += [{"step": "finetune", "loss": "noise", "lr": 0.1, "optimizer": "adamw", "seed": 0, "fitted": "head"}]
     (run,) = read_runs([results(model={**SUMMARY["model"], "recipe": recipe, "weights_hash": "0" * 64})])
-    assert run.architecture == "vit(depth=2) → convert → finetune"
-    assert run.steps == [("convert", "seed=0"), ("finetune", "loss=ce")]
+    assert run.architecture == "vit(depth=2) → convert → finetune → finetune"
+    assert run.steps[:2] == [("convert", "seed=0"), ("finetune", "loss=ce")]
+    assert run.steps[2] == ("finetune", "loss=noise, seed=0, fitted=head")  # no updates, so no optimizer
     for text in (str(model_card([run])), _build.report([run]).text):
         assert "| convert | seed=0 |" in text
         assert "| finetune | loss=ce |" in text

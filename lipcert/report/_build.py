@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -212,9 +213,22 @@ def _median(run: Run) -> str | None:
     return None if run.stopped or run.median_radius is None else radius(run.median_radius)
 
 
+def _constant(run: Run) -> list[tuple[str, str]]:
+    """A remark on a classifier that repeats one class, and is no better than the most frequent label everywhere."""
+    predicted = Counter(row["predicted"] for row in run.rows if not row.get("abstained"))
+    labels = Counter(row["label"] for row in run.rows if row.get("label") is not None)
+    if not predicted or not labels:
+        return []
+    [(repeated, count)], [(_, most)] = predicted.most_common(1), labels.most_common(1)
+    if not run.correct <= most < count:
+        return []
+    text = f"class {class_name(run, repeated)} for {count} of {len(run)} images; {run.correct} are classified correctly"
+    return [("predicted", f"{text}, and the most frequent label alone would be right for {most}")]
+
+
 def _others(run: Run) -> list[tuple[str, str]]:
     """The results that are not shares of the images."""
-    entries = []
+    entries = _constant(run)
     if median := _median(run):
         entries.append((f"median radius{', correctly classified' if run.labelled else ''}", median))
     entries += [("rigor", run.rigor), ("valid for", about(run))]

@@ -23,13 +23,15 @@ from lipcert.inputs.files import ROWS, check_name, listing, printable
 from lipcert.inputs.preprocessing import in_words
 from lipcert.results._rows import DAMAGED, broken_at, check, contradiction, same, same_examples
 from lipcert.results._statistics import Tally, interval, share
-from lipcert.settings import NAMES, STAGED, CertifySettings, noise_fields, parse_eps, settings_of
+from lipcert.settings import NAMES, STAGED, CertifySettings, FinetuneSettings, noise_fields, parse_eps, settings_of
 
 # The entries of a summary that must agree before rows of two runs may share a file.
 _SETTINGS = [one.name for one in fields(CertifySettings) if one.init]
 _IDENTITY = ("model", "preprocessing", *_SETTINGS, "lipcert")
 _VERSIONS = ("torch", "timm")
 _LISTED = 4
+# The settings of fine-tuning that a head fitted in one step, without updates, does not use.
+_OF_UPDATES = {one.name for one in fields(FinetuneSettings)} - {"loss", "epochs", "sigma", "denoiser", "only"}
 
 
 class Run(Tally):
@@ -187,10 +189,11 @@ class Run(Tally):
 
     @property
     def steps(self) -> list[tuple[str, str]]:
-        """The steps of surgery and training: each with its settings, without those that are off or left to defaults."""
+        """The steps of surgery and training: each with its settings, without those that are off or unused."""
         steps = []
         for step in self.summary["model"]["recipe"]:
-            settings = {key: value for key, value in step.items() if key != "step" and value not in (None, [])}
+            unused = {"step", *(_OF_UPDATES if step.get("fitted") else ())}
+            settings = {key: value for key, value in step.items() if key not in unused and value not in (None, [])}
             on = {key: value for key, value in settings.items() if value is not False}
             steps.append((str(step.get("step")), ", ".join(_pairs(on))))
         return steps
