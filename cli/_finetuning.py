@@ -251,7 +251,7 @@ class Training:
                 ("model", plan.source.word),
                 ("images", f"{len(images)} of {self.of.data}{split}"),
                 (f"{what}, before", share(*self.before)),
-                (f"{what}, after", f"{share(*after)}, on {on} images"),
+                (f"{what}, after", f"{share(*after, sampled=False)}, on {on} images"),
                 *best_epoch,
                 ("written", str(self.path)),
                 ("certified", "not yet: run certify"),

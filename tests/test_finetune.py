@@ -953,7 +953,7 @@ def test_the_command_writes_an_artifact(folder) -> None:
     assert read_metadata("small.finetuned.lipcert.safetensors")["facts"]["epochs"] == 2
     images = open_images("images", trained)
     right = sum(int((trained(b.images).argmax(1) == b.labels).sum()) for b in images.batches(12))
-    assert facts["clean accuracy, after"].startswith(f"{right} of 12")
+    assert facts["clean accuracy, after"] == f"{right} of 12 ({100 * right / 12:.1f} %), on training images"
     assert not same(trained, load_artifact("small.lipcert.safetensors"))
     assert (folder / "small.lipcert.safetensors").read_bytes() == before
     assert not list(folder.glob("*.checkpoint"))
