@@ -14,6 +14,7 @@ import lipcert
 from lipcert.certifier import Certifier
 from lipcert.errors import InputError
 from lipcert.graph import identity_of_code
+from lipcert.graph._trace import Trace
 from lipcert.inputs.data import open_images
 from lipcert.results import Tally, read_run
 from lipcert.results.description import describe
@@ -85,6 +86,18 @@ def test_which_of_two_weights_is_read_changes_the_identity():
     model.net.forward = lambda x: model.net.ema(0.5 * x.flatten(1))
     assert identity_of_code(model)[1] == known[1]
     assert identity_of_code(model)[0] != known[0]
+
+
+def test_computed_tensors_have_other_numbers_than_weights():
+    """Also where tensors are listed twice, as mean and std are."""
+    digests = set()
+    for computed in (True, False):
+        weight, last = torch.ones(2), torch.ones(2)
+        with Trace((weight, weight, weight, last)) as trace:
+            negative = weight.neg()
+            (negative if computed else last).abs()
+        digests.add(trace.digest.digest())
+    assert len(digests) == 2
 
 
 def test_another_type_or_a_weight_keeps_the_operations():

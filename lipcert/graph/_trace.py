@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,11 +33,11 @@ class Trace(TorchFunctionMode):
         squashed: the operation with a bounded range that was called since the last product with weights; "" for none.
     """
 
-    def __init__(self, identified: Iterator[Tensor]):
+    def __init__(self, identified: Sequence[Tensor]):
         super().__init__()
         self.digest, self.squashed = hashlib.sha256(), ""
         self._known: dict[int, tuple[Any, str, int]] = {id(x): (x, "", number) for number, x in enumerate(identified)}
-        self._count = len(self._known)
+        self._count = len(identified)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,4 +144,4 @@ def _multi_label_config(net: Any) -> str:
 
 
 def _tracing(model: Model, image: Tensor) -> Trace:
-    return Trace(iter((image, model.mean, model.std, *model.parameters(), *model.buffers())))
+    return Trace((image, model.mean, model.std, *model.parameters(), *model.buffers()))

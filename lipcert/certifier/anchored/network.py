@@ -186,7 +186,7 @@ class Network:
         return True
 
     def _output_of(self, path: str, example: Tensor) -> Node:
-        """The output of the module at ``path``: the value that it computes last, and all of it that is read outside."""
+        """The output of the module at ``path``: its last value, which must be the only one that is read outside it."""
         places = {node: node.path.removeprefix("net.") for node in self.graph.nodes}
         module = path if path in dict(self.model.net.named_modules()) else path.removeprefix("net.")
         part = [node for node, place in places.items() if f"{place}.".startswith(f"{module}.")]
