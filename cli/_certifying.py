@@ -225,7 +225,7 @@ def _sigma_choice(
     if count >= LEAST:
         _show_network(loaded, asked)
         each = duration(count * DRAWS * seconds_a_draw(loaded))
-        say(f"sigma: choosing it on {count} images outside the run, up to {each} for each of 3 to 8 values")
+        say(f"sigma: choosing it on {count} images outside the run, up to {each} for each of at most 6 values")
     try:
         with progress("choosing sigma") as update:
             choice = choose_sigma(

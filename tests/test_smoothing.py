@@ -35,6 +35,7 @@ from lipcert.results.progress import certify_in_memory
 from lipcert.smoothing import (
     Denoised,
     Smoothing,
+    _choice,
     _noise,
     choose_sigma,
     clopper_pearson,
@@ -865,6 +866,14 @@ def test_a_time_budget_leaves_every_image_whole(tmp_path: Path, monkeypatch: pyt
     assert now > 3000 - 500, "not even one more image was sure to end"
     whole = certify_in_memory(smoothing, images).rows
     assert [{**row, "seconds": 0} for row in some] == [{**row, "seconds": 0} for row in whole[: len(some)]]
+
+
+@pytest.mark.parametrize(("peak", "tried"), [(0.0, 4), (0.36, 3), (0.43, 3), (0.52, 4), (1.0, 6)])
+def test_sigma_auto_tries_at_most_six_values(monkeypatch, peak: float, tried: int) -> None:
+    """As the command announces."""
+    monkeypatch.setattr(_choice, "_share", lambda smoothing, *_: 1 - abs(smoothing.settings.sigma - peak))
+    choice = choose_sigma(wrapped(HalfSpace()), torch.rand(8, 1, 2, 2), eps=0.5)
+    assert len(choice.shares) == tried
 
 
 def test_sigma_auto_leaves_out_what_cannot_reach_eps() -> None:
