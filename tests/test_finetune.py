@@ -1060,6 +1060,10 @@ def test_what_the_command_refuses(folder) -> None:
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
     other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
     assert "FILE numbers them, and --model-args num_classes=10 makes a head" in other
+    lipcert.save(vit(num_classes=3), "three.lipcert.safetensors")
+    again = "and converting vit_tiny_patch16_224 again with --model-args num_classes=10 makes a head for them"
+    assert again in refused("three.lipcert.safetensors", *SHORT)
+    (folder / "three.lipcert.safetensors").unlink()
     assert "batch_size must be at least 1" in refused(small, *SHORT[:6], "--batch-size", 0)
     assert "below 1e+30, or the first and the last" in refused(small, *SHORT, temperature="hot")
     assert "'*.fc1=1.2', got '*.fc1'" in refused(small, *SHORT, max_norm=["*.fc1"])

@@ -43,8 +43,9 @@ class Batches:
     ):
         if not images.labelled:
             note = images.note or f"{images.spec} has no labels, and fine-tuning needs them"
-            if images.other_classes and model.source and not model.recipe:
-                note += f", and --model-args num_classes={images.other_classes} makes a head for them"
+            if images.other_classes and model.source:
+                again = f"converting {model.source['name']} again with " if model.recipe else ""
+                note += f", and {again}--model-args num_classes={images.other_classes} makes a head for them"
             raise InputError(note)
         if size < 1:
             raise InputError(f"a batch needs at least 1 image, got {size}")
