@@ -54,7 +54,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         targets = ", ".join(f"{run.name} {run.eps_typed}" for run in runs)
         notes.append(f"runs with different ε ({targets}): runs that stop at the verdict may certify less at other ε")
     if len({(_data_name(run.summary), frozenset(row["index"] for row in run.rows)) for run in runs}) > 1:
-        notes.append("runs on different images: differences are not due to the models alone")
+        notes.append("runs on different images: differences may be due to the images")
     notes += [
         f"{run.name}: radii are ℓ2 distances of {run.perturbed}, and say nothing about perturbations of the pixels"
         for run in runs
