@@ -238,9 +238,6 @@ class _Run:
         if entry.error_reached is not None and entry.error_reached > error * (1 + 1e-9):
             why = "after an inexact projection" if self.faithful else f"rounded to {dtype}"
             yield f"{path}: {why} its error is {entry.error_reached:.3g}, above {error:g}"
-        held_out = entry.error_held_out
-        if held_out is not None and held_out > _GENERALISES * error:
-            yield f"{path}: its error on held-out images is {held_out:.3g}, above {error:g}; use more images"
         if entry.norm_after > entry.norm_before * (1 + 1e-4):
             yield f"{path}: its norm rose from {entry.norm_before:.4g} to {entry.norm_after:.4g}"
 
@@ -373,6 +370,14 @@ def _notes(
         yield (
             f"the images leave directions of the inputs of {len(flat)} of {len(entries)} layers unused, {least.path} "
             f"uses {least.rank} of {least.width}; weights may change freely there: check the errors on held-out images"
+        )
+    larger = [(entry.error_held_out or 0.0, entry) for entry in entries]
+    larger = [(error, entry) for error, entry in larger if error > _GENERALISES * entry.error_asked]
+    if larger:
+        error, most = max(larger, key=lambda pair: pair[0])
+        yield (
+            f"{len(larger)} of {len(entries)} layers have larger errors on held-out images than allowed, {most.path} "
+            f"the largest: {error:.3g}, above {most.error_asked:g}; use more images"
         )
     queries = [f"{path}.q".lstrip(".") for path, m in model.net.named_modules() if isinstance(m, L2Attention)]
     if any(path in chosen for path in queries):
