@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from lipcert.errors import counted
 from lipcert.inputs.sources import BUNDLED
 from lipcert.settings import LOOSE
 
@@ -108,7 +109,7 @@ def advise(status: Status) -> Advice:
         limit = int(min(limit, status.total - left_out))
         minutes = min(10, max(1, math.ceil(1.5 * limit * each / 60)))
         reason = "the bounds of the network itself are too loose; this certifies the smoothed classifier, in about "
-        reason += f"{minutes} minute{'s' * (minutes > 1)} here; rerun to continue"
+        reason += f"{counted(minutes, 'minute')} here; rerun to continue"
         sampled = ["--method", "smoothing", "--sigma", sigma, "--limit", str(limit), *TEN_MINUTES]
         head = command("finetune", *model, *train, "--recipe", "noise", "--only", "head", *front)
         new = ["liresnet_l6w64", "--no-pretrained", "--model-args", f"num_classes={status.classes()}", *train]

@@ -16,7 +16,7 @@ import typer
 
 from lipcert.certifier import Certifier, Method, duration, triage
 from lipcert.denoisers import Denoised, check_noise
-from lipcert.errors import InputError, Interrupted, LipcertError
+from lipcert.errors import InputError, Interrupted, LipcertError, counted
 from lipcert.inputs.artifact import weights_hash
 from lipcert.inputs.checkpoints import checkpoints
 from lipcert.inputs.data import Images, open_images
@@ -225,7 +225,8 @@ def _sigma_choice(
     if count >= LEAST:
         _show_network(loaded, asked)
         each = duration(count * DRAWS * seconds_a_draw(loaded))
-        say(f"sigma: choosing it on {count} images outside the run, up to {each} for each of at most 6 values")
+        on = counted(count, "image")
+        say(f"sigma: choosing it on {on} outside the run, up to {each} for each of at most 6 values")
     try:
         with progress("choosing sigma") as update:
             choice = choose_sigma(
@@ -246,8 +247,8 @@ def _sigma_choice(
     candidates = ", ".join(f"{sigma} {100 * share:.0f} %" for sigma, share in entry["shares"].items())
     labels = "" if choice.labelled else ", without labels"
     say(
-        f"sigma: {choice.sigma:g}, chosen on {choice.images} images outside the run{labels}; estimated certified share "
-        f"by sigma: {candidates}"
+        f"sigma: {choice.sigma:g}, chosen on {counted(choice.images, 'image')} outside the run{labels}; "
+        f"estimated certified share by sigma: {candidates}"
     )
     return entry
 
@@ -298,13 +299,13 @@ def _certify_with(
             say(f"estimated per image: {SMOOTHING} up to {most}; draws at once: at most {certifier.batch}")
         show_preprocessing(images, loaded)
         if rows:
-            say(f"{file}: continuing after {rows} image{'s' * (rows > 1)}")
+            say(f"{file}: continuing after {counted(rows, 'image')}")
 
     with progress("certifying", len(images)) as update:
         done = 0
         total: int | None = len(images)
 
-        def counted(rows: int, of: int | None) -> None:
+        def update_count(rows: int, of: int | None) -> None:
             nonlocal done, total
             done, total = rows, of
             update(done, total)
@@ -312,7 +313,7 @@ def _certify_with(
         certifier.watch = lambda method, within: update(done, total, f"certifying: {method}")
         if file is None:
             started(0)
-            tally = certify_in_memory(certifier, images, counted, plan.workers, plan.until, plan.ahead)
+            tally = certify_in_memory(certifier, images, update_count, plan.workers, plan.until, plan.ahead)
         else:
             tally = certify_to_file(
                 certifier,
@@ -323,7 +324,7 @@ def _certify_with(
                 parts=plan.parts,
                 processes=processes,
                 started=started,
-                progress=counted,
+                progress=update_count,
                 workers=plan.workers,
                 deadline=plan.until,
                 ahead=plan.ahead,

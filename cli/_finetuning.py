@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lipcert.errors import InputError, Interrupted, LoadError
+from lipcert.errors import InputError, Interrupted, LoadError, counted
 from lipcert.inputs.artifact import save, weights_hash
 from lipcert.inputs.data import Batch, Images, open_images
 from lipcert.inputs.files import reserve
@@ -122,7 +122,7 @@ class Training:
     def __call__(self) -> None:
         """Trains the network and writes it; prints the result."""
         epochs = self.asked.epochs
-        begin, first = f"{epochs} epochs", f"epoch 1 of {epochs}"
+        begin, first = counted(epochs, "epoch"), f"epoch 1 of {epochs}"
         if self.fits_head:
             begin, first = "the head is fitted", "fitting the head to noisy images"
         sample = self._open(min(self.of.limit or _SHOWN, _SHOWN))
@@ -315,7 +315,7 @@ _MEASURED = {"clean": "clean", "noisy": "under noise", "limit": "first-order lim
 def _say_epoch(epoch: Epoch, figures: Mapping[str, float]) -> None:
     what = f"epoch {epoch.number} of {epoch.epochs}"
     if epoch.fitted:
-        what = f"head fitted to each image and {epoch.number} noisy draw{'s' * (epoch.number > 1)} of it"
+        what = f"head fitted to each image and {counted(epoch.number, 'noisy draw')} of it"
     line = f"{what}: loss {epoch.loss:.4f}, accuracy in training {epoch.accuracy:.1%}"
     if epoch.bound is not None:
         line += f", Lipschitz bound of the features {epoch.bound:.4g} (certified; {epoch.estimate:.4g} in the loss)"

@@ -62,7 +62,7 @@ class UnsupportedOperation(LipcertError):
         if {name for name, _ in self.operations} == {"log_softmax"}:
             return f"no rule for {listed}; leave it out at the end of a network, where it changes no prediction"
         return (
-            f"no {missing}rule for {count} operation{'s' if count != 1 else ''}: {listed}; "
+            f"no {missing}rule for {counted(count, 'operation')}: {listed}; "
             f"add one with @lipcert.bounds.{missing.strip() or 'rule'}, convert the modules, or certify with "
             "--method smoothing, which needs no rules; docs/how-to/write-a-rule.md shows how"
         )
@@ -135,6 +135,11 @@ def as_given(argument: str, option: str = "") -> str:
     if not LipcertError.in_command:
         return argument
     return option or f"--{argument.partition('=')[0].replace('_', '-')}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 image``, ``2 images``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def first_line(error: BaseException) -> str:

@@ -192,11 +192,11 @@ def test_formats_are_read_or_counted(tmp_path):
     (root / "readme.txt").write_text("x")
     images = open_images(root, model())
     assert len(images) == 7
-    assert images.notes[0] == "3 files of other formats are left out: 2 .heic, 1 no suffix"
+    assert images.notes[0] == "3 files of other formats left out: 2 .heic, 1 no suffix"
     notes = open_images(root / "b", model()).notes  # of images without labels, such as those of a web data set
     assert [note.partition(":")[0] for note in notes] == [
         "no class folders, and so no labels; --labels FILE gives them",
-        "2 files of other formats are left out",
+        "2 files of other formats left out",
     ]
     assert open_images(root / "a" / "2.webp", model()).total == 1
 

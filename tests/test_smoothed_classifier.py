@@ -241,7 +241,7 @@ def test_folders_say_nothing_about_the_images_to_predict(names: tuple[str, ...],
     lines = [line.split("\t") for line in done.stdout.splitlines()[1:]]
     assert {line[0] for line in lines} == {*files} - {"train/c\n.png"} | {"train/c\\x0a.png"}
     assert {line[1] for line in lines} <= {*(names or "01"), "abstains"}
-    assert "1 files of other formats are left out" in done.stderr
+    assert "1 file of other formats left out" in done.stderr
 
 
 def test_an_image_on_which_it_abstains_is_not_correct(tmp_path: Path) -> None:

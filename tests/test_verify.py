@@ -226,15 +226,15 @@ FORGERIES = {
     "methods": (put({"exact": 6}, "counts", "methods"), "for methods, the rows"),
     "fewer rows": (
         fewer_rows,
-        "the run is about 6 images: 2 have no row; a run is confirmed once it is complete",
+        "the run is about 6 images: 2 without a row; a run is confirmed once it is complete",
     ),
     "fewer rows and a lower limit": (
         fewer_rows_and_a_lower_limit,
-        "the run is about 4 images: 1 have no row, and 1 rows are about others",
+        "the run is about 4 images: 1 without a row, and 1 row about others",
     ),
     "fewer rows of a run that did not finish": (
         fewer_rows_of_a_run_that_did_not_finish,
-        "the run is about 6 images: 2 have no row",
+        "the run is about 6 images: 2 without a row",
     ),
     "fewer rows as if sigma were chosen there": (
         fewer_rows_as_if_sigma_were_chosen_there,

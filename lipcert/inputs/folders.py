@@ -15,7 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from lipcert.errors import InputError
+from lipcert.errors import InputError, counted
 from lipcert.inputs.classes import (
     CONTAINERS,
     LabelList,
@@ -179,7 +179,7 @@ class ImageFiles:
             self._label_by_folder(numbered_by)
         if others := self.files.others:
             named = ", ".join(f"{number} {suffix}" for suffix, number in sorted(others.items()))
-            self.notes.append(f"{sum(others.values())} files of other formats are left out: {named}")
+            self.notes.append(f"{counted(sum(others.values()), 'file')} of other formats left out: {named}")
 
     def _label_by_folder(self, classes: File | None) -> None:
         names, inner = self.files.tops(), self.files

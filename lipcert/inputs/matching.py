@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipcert.errors import LoadError, as_given
+from lipcert.errors import LoadError, as_given, counted
 from lipcert.inputs.files import File, listing
 from lipcert.inputs.recorded import pair_of
 from lipcert.model import unusable
@@ -261,4 +261,4 @@ def check_finite(net: nn.Module, origin: str) -> None:
 
 def _listed(what: str, names: list[str]) -> str:
     """How many tensors are missing, for example, and the first ones; "" without any."""
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} {what} ({listing(names)})" if names else ""
+    return f"{counted(len(names), 'tensor')} {what} ({listing(names)})" if names else ""

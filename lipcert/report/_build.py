@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lipcert.errors import counted
 from lipcert.report import _figures
 from lipcert.report._artifact import by_model, title
 from lipcert.report._figures import span
@@ -147,7 +148,7 @@ def facts(run: Run, eps: Eps, *, in_linf: bool = False) -> list[tuple[str, str]]
 def record(run: Run, eps: Eps) -> dict[str, Any]:
     """The results of one run for programs: what the tables say, as numbers; shares with Wilson's 95 % intervals."""
 
-    def counted(part: int) -> dict[str, Any]:
+    def shared(part: int) -> dict[str, Any]:
         ends = list(wilson(part, len(run))) if run.sampled else None
         return {"images": part, "share": part / len(run) if len(run) else None, "interval": ends}
 
@@ -156,8 +157,8 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
             "eps": value,
             "eps_typed": typed,
             "linf": linf(run, value),
-            "certified": counted(run.certified_at(value)),
-            **({"unbroken": counted(run.surviving_at(value))} if run.attacked else {}),
+            "certified": shared(run.certified_at(value)),
+            **({"unbroken": shared(run.surviving_at(value))} if run.attacked else {}),
         }
         for value, typed in eps
     ]
@@ -171,14 +172,14 @@ def record(run: Run, eps: Eps) -> dict[str, Any]:
         "dtype": run.summary.get("dtype"),
         "images": len(run),
         "complete": run.complete,
-        **({"correct": counted(run.correct)} if run.labelled else {}),
+        **({"correct": shared(run.correct)} if run.labelled else {}),
         "at": at,
         "median_radius": None if run.stopped else run.median_radius,
         "rigor": run.weakest,
         "delta": run.delta,
         **run.evidence,
         "methods": dict(run.methods),
-        **({"abstained": counted(run.abstained), "samples": run.samples} if run.smoothed else {}),
+        **({"abstained": shared(run.abstained), "samples": run.samples} if run.smoothed else {}),
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_seconds,
         "notes": run.notes,
@@ -236,7 +237,7 @@ def _others(run: Run) -> list[tuple[str, str]]:
     entries += [("denoiser", f"{run.denoiser}, in front of the network")] if run.denoiser else []
     if run.smoothed:
         entries += [("abstained", run.share(run.abstained)), ("noisy images", f"{run.samples:,}")]
-    methods = ", ".join(f"{name} ({count} image{'s' * (count != 1)})" for name, count in run.methods.most_common())
+    methods = ", ".join(f"{name} ({counted(count, 'image')})" for name, count in run.methods.most_common())
     return [*entries, ("method", methods)]
 
 
@@ -296,7 +297,7 @@ def sentence(run: Run, eps: Eps) -> str:
     """The result of one run as a self-contained text."""
     value, typed = next(((value, typed) for value, typed in eps if value == run.eps), eps[0])
     count, certified = len(run), run.certified_at(value)
-    images = f"{count} images" if run.complete else f"the {count} images that a stopped run had processed"
+    images = counted(count, "image") if run.complete else f"the {count} images that a stopped run had processed"
     what = "classified correctly and certified" if run.labelled else "certified"
     by = "the smoothed classifier" if run.smoothed else "the network"
     text = f"{run.name}: {certified} of {images} ({100 * certified / count:.1f} %) are {what} at ε = {typed}: "
@@ -372,7 +373,7 @@ def _images_table(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
 def _noise(run: Run) -> str:
     text = ", ".join(f"{key} {value}" for key, value in run.noise.items())
     choice = run.summary.get("sigma_choice")
-    return f"{text}; sigma was chosen on {choice['images']} images outside the run" if choice else text
+    return f"{text}; sigma was chosen on {counted(choice['images'], 'image')} outside the run" if choice else text
 
 
 def _settings(run: Run) -> list[str]:

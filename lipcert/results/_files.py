@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipcert.errors import InputError
+from lipcert.errors import InputError, counted
 from lipcert.inputs.data import Images
 from lipcert.inputs.files import check_name, lock, occupied, replacing
 from lipcert.results._reading import read_earlier, summary_path
@@ -134,8 +134,8 @@ class ResultFile:
                 pass
         except OSError as error:
             raise InputError(
-                f"cannot write {self.path}: {error.strerror or error}; it keeps {len(self.tally)} rows, and the same "
-                "command continues from there"
+                f"cannot write {self.path}: {error.strerror or error}; it keeps {counted(len(self.tally), 'row')}, and "
+                "the same command continues from there"
             ) from error
         self.tally.add(row)
         self.done.add(row["index"])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lipcert.errors import InputError
+from lipcert.errors import InputError, counted
 from lipcert.inputs.data import order_of
 from lipcert.inputs.files import ROWS, check_name, listing, printable
 from lipcert.inputs.preprocessing import in_words
@@ -56,7 +56,7 @@ class Run(Tally):
             self.notes.append(f"{path}: the last row is half-written and left out")
         if not self.complete:
             order = "of a random order" if self.sampled else "in the order of the data, so there are no intervals"
-            images = f"{len(rows)} image{'s' * (len(rows) != 1)}"
+            images = counted(len(rows), "image")
             self.notes.append(f"{path}: the run did not finish; these are its first {images}, {order}")
         if part := re.fullmatch(r".+\.shard-(\d+)-of-(\d+)", path.stem):
             self.notes.append(f"{path}: part {part[1]} of {part[2]} of a run")

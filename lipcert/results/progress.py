@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipcert.errors import InputError, Interrupted
+from lipcert.errors import InputError, Interrupted, counted
 from lipcert.inputs.data import Batch, Images
 from lipcert.inputs.processes import Processes
 from lipcert.results._files import ResultFile, check_images, shard_path, shards_of
@@ -132,7 +132,7 @@ def certify_in_memory(
         run = Remaining(certifier, images, workers=workers, deadline=deadline, ahead=ahead)
         _collect(run, tally.add, progress)
     except KeyboardInterrupt as error:
-        done = f"{len(tally)} image{'s' * (len(tally) != 1)}"
+        done = counted(len(tally), "image")
         raise Interrupted(f"interrupted after {done}; nothing is kept with --no-out") from error
     tally.seconds, tally.pace, tally.left = time.monotonic() - started, run.pace, run.left
     return tally
@@ -187,7 +187,7 @@ def certify_to_file(
         except KeyboardInterrupt as error:
             new = len(file.tally) - before
             raise Interrupted(
-                f"interrupted after {new} image{'s' * (new != 1)}; {shard} keeps {len(file.tally)} rows, "
+                f"interrupted after {counted(new, 'image')}; {shard} keeps {counted(len(file.tally), 'row')}, "
                 "and the same command continues from there"
             ) from error
     if processes.count == 1:

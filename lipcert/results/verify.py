@@ -11,7 +11,7 @@ from typing import Any
 
 from lipcert.attacks import PGD, Attack
 from lipcert.certifier import Certifier
-from lipcert.errors import InputError, shortened
+from lipcert.errors import InputError, counted, shortened
 from lipcert.graph import identity_of_code
 from lipcert.inputs.artifact import buffers_hash, weights_hash
 from lipcert.inputs.data import Batch, Images, order_of
@@ -164,7 +164,8 @@ def verify(
             progress(done, len(selected))
     if done < len(selected):
         raise InputError(
-            f"{run.path} has {len(selected)} rows to verify, and the data images for {done} of them; give the same data"
+            f"{run.path} has {counted(len(selected), 'row')} to verify, and the data images for {done} of "
+            "them; give the same data"
         )
 
 
@@ -212,8 +213,8 @@ def _against_the_file(run: Run, recomputed: Mapping[str, Any], images: Images) -
         )
     if indices != expected:
         missing, others = len(expected - indices), len(indices - expected)
-        rest = f", and {others} rows are about others" if others else ""
-        yield f"the run is about {len(expected)} images: {missing} have no row{rest}; {_ONCE_COMPLETE}"
+        rest = f", and {counted(others, 'row')} about others" if others else ""
+        yield f"the run is about {counted(len(expected), 'image')}: {missing} without a row{rest}; {_ONCE_COMPLETE}"
     elif not run.summary.get("complete"):
         yield f"the summary says that the run did not finish; {_ONCE_COMPLETE}"
 
