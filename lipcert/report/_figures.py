@@ -35,6 +35,12 @@ _WIDTH = 5.2
 _LONGEST = 40
 _DOTS: dict[str, Any] = {"color": "0.5", "linewidth": 0.8, "linestyle": (0, (1, 2))}
 
+# If at least a quarter of the radii are smaller than the large ones by this factor, ε is shown on a logarithmic scale.
+WIDE = 100.0
+# A logarithmic scale starts at most this factor below the smaller of ε and the large radii, down to a power of ten.
+_DECADES = 1e3
+
+Array = NDArray[np.float64]
 P = ParamSpec("P")
 
 
@@ -185,14 +191,6 @@ def _scale(axes: Any, start: float, end: float, logarithmic: bool) -> None:
     if logarithmic:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: "")
-
-
-Array = NDArray[np.float64]
-
-# If at least a quarter of the radii are smaller than the large ones by this factor, ε is shown on a logarithmic scale.
-WIDE = 100.0
-# A logarithmic scale starts at most this factor below the smaller of ε and the large radii, down to a power of ten.
-_DECADES = 1e3
 
 
 def share_above(values: Array, counted: NDArray[np.bool_], eps: Array) -> Array:

@@ -30,6 +30,7 @@ from lipcert.surgery._projections import SmoothProject, _Projection
 
 _COVARIANCE_RIDGE = 1e-3
 _VALUE_RIDGE = 1e-2
+_PROBES = 256
 
 
 @torch.no_grad()
@@ -89,9 +90,6 @@ def calibrate_projection(new: _Projection, norm: Any, tokens: Tensor) -> None:
         gain = gain * (1 + (typical / radius).square()).sqrt()
     new.radius.copy_(radius)
     new.weight.copy_(gain if norm.weight is None else gain * norm.weight)
-
-
-_PROBES = 256
 
 
 @dataclass(frozen=True)
