@@ -24,7 +24,7 @@ class Geometry:
 
     Attributes:
         groups: as in ``torch.nn.functional.conv2d``.
-        mode: the entries of the padding: ``"zeros"``, or ``"circular"``, ``"reflect"``, ``"replicate"`` entries.
+        mode: the entries of the padding: ``"zeros"``, ``"circular"``, ``"reflect"`` or ``"replicate"``.
     """
 
     stride: tuple[int, ...]
