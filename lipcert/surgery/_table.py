@@ -140,19 +140,20 @@ KEPT: dict[str, str] = {
             "AttentionPool2d RotAttentionPool2d; timm.models._efficientnet_blocks: MobileAttention; "
             "torch.nn.modules.activation: MultiheadAttention"
         ),
-        "more than attention: mixed heads, two softmaxes, or a gate, norm or activation before the output projection": (
+        "more than attention: mixed heads or softmaxes, heads in turn, or a gate, norm, activation or MLP inside": (
             "timm.models.cait: TalkingHeadAttn; timm.models.efficientformer_v2: Attention2d Attention2dDownsample; "
             "timm.models.convit: GPSA; timm.models.iformer: SHMA; timm.models.shvit: SHSA; timm.models.levit: "
             "Attention; timm.models.vision_transformer: ParallelScalingBlock DiffParallelScalingBlock; "
             "timm.layers.diff_attention: DiffAttention; timm.models.tiny_vit: Attention; "
-            "timm.models.efficientvit_msra: CascadedGroupAttention; timm.models.gemma4_vit: Gemma4Attention"
+            "timm.models.efficientvit_msra: CascadedGroupAttention; timm.models.gemma4_vit: Gemma4Attention; "
+            "timm.layers.non_local_attn: NonLocalAttn"
         ),
         "no softmax over pairs of tokens: linear attention, or one among channels, or a gate or convolution": (
             "timm.models.xcit: XCA; timm.models.edgenext: CrossCovarianceAttn; timm.models.davit: ChannelAttention "
             "ChannelAttentionV2; timm.models.efficientvim: HSMSSD; timm.models.volo: OutlookAttention; "
             "timm.models.nextvit: ConvAttention; timm.models.mobilevit: LinearSelfAttention; timm.models.coat: "
             "FactorAttnConvRelPosEnc; timm.models.swiftformer: EfficientAdditiveAttention; "
-            "timm.models.efficientvit_mit: LiteMLA; timm.layers.non_local_attn: NonLocalAttn BatNonLocalAttn "
+            "timm.models.efficientvit_mit: LiteMLA; timm.layers.non_local_attn: BatNonLocalAttn "
             "BilinearAttnTransform; timm.layers.lambda_layer: LambdaLayer; timm.layers.cbam: ChannelAttn "
             "LightChannelAttn SpatialAttn LightSpatialAttn; timm.layers.coord_attn: CoordAttn SimpleCoordAttn "
             "EfficientLocalAttn StripAttn; timm.layers.split_attn: SplitAttn; timm.layers.selective_kernel: "
