@@ -74,7 +74,7 @@ _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"(?s)\s*(<\?xml[^>]*>\s*)?<net ", "is a model of OpenVINO" + _MADE_OF),
     (
         rb"(?s)\s*(<(\?xml|!--|!DOCTYPE svg).*)?<svg|.{4}(ftyp|JXL |jP  )|\xff(\x0a|\x4f\xff\x51)|.{128}DICM|8BPS",
-        "is SVG, HEIC, AVIF, JPEG XL, JPEG 2000, DICOM, Photoshop's or a video; convert it to PNG or JPEG images",
+        "is of a kind that is not read (SVG, HEIC, AVIF, JPEG XL, JPEG 2000, DICOM, PSD, video); convert it to PNG",
     ),
     (rb"\s*<", "is XML, such as a server's error; download the file again"),
     (rb"\x1f\x8b", "is compressed by gzip; unpack it: gunzip {path} (of a .tar.gz: tar xf {path})"),
