@@ -242,7 +242,7 @@ def _sigma_choice(
         raise Interrupted("interrupted while choosing sigma; nothing is kept; --sigma NUMBER skips this") from error
     entry: dict[str, Any] = asdict(choice)
     entry["shares"] = {f"{sigma:g}": share for sigma, share in choice.shares.items()}
-    entry["indices"] = list(others.indices)
+    entry["indices"], entry["files"] = list(others.indices), list(others.files)
     entry = processes.gather(entry)[0]
     candidates = ", ".join(f"{sigma} {100 * share:.0f} %" for sigma, share in entry["shares"].items())
     labels = "" if choice.labelled else ", without labels"

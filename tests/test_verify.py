@@ -380,6 +380,21 @@ def test_images_that_are_gone_take_only_their_rows_along(noise):
     assert "9 of 9" in run("verify", "bundled", "all.jsonl").stdout
 
 
+def test_images_on_which_sigma_was_chosen_stay_out_whatever_is_removed():
+    folder_of_images("images", count=60)
+    command = ["certify", "bundled", "--data", "images", "--eps", "0.2", "--method", "smoothing", "--sigma", "auto"]
+    command += ["--samples", "50", "--out", "r.jsonl", "--limit"]
+    run(*command, "4")
+    chosen_on = read_summary()["sigma_choice"]["files"]
+    seen = {*chosen_on, *(row["file"] for row in read_rows())}
+    for file in (max({f"{i % 2}/{i}.png" for i in range(60)} - seen), chosen_on[0]):
+        Path("images", file).unlink()
+    run(*command, "12")
+    assert len(read_rows()) == 11
+    assert {row["file"] for row in read_rows()}.isdisjoint(chosen_on)
+    assert "not as sigma is chosen" not in run("verify", "bundled", "r.jsonl", code=1).stderr
+
+
 def test_buffers_that_no_state_dict_holds(results):
     model = load(None)
     model.net.register_buffer("shift", torch.ones(1), persistent=False)

@@ -128,7 +128,7 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
 
     def may_be_others(self, indices: Sequence[int]) -> bool:
         """Whether :meth:`others` gives these images for some limit and count: the last ones of the shuffle."""
-        order = [i for i in order_of(self.total, None) if i not in self.removed]
+        order = [i for i in order_of(self.total, None) if i in indices or i not in self.removed]
         return {*indices} == {*order[-len(indices) :]} and len(indices) < len(order)
 
     def shuffle(self) -> None:

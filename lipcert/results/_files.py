@@ -53,7 +53,7 @@ def free_file(names: Iterable[Path], description: Mapping[str, Any], images: Ima
             earlier = read_earlier(path, description)
             if earlier is None:
                 return path
-            _standing(earlier.rows, earlier.summary.get("data") or {}, images, path, few=True)
+            _standing(earlier.rows, earlier.summary, images, path, few=True)
             part = {row["index"] for row in earlier.rows} <= set(images.order)  # and not larger, or in another order
         except InputError:
             part = False
@@ -81,7 +81,7 @@ class ResultFile:
             earlier = read_earlier(self.path, self.description)
             rows = [] if earlier is None else earlier.rows
             if earlier is not None and images is not None:
-                rows = _standing(rows, earlier.summary.get("data") or {}, images, self.path)
+                rows = _standing(rows, earlier.summary, images, self.path)
                 self.description["data"] = {**self.description["data"], "images": images.total}
                 self.description["data"] |= {"removed": images.removed} if images.removed else {}
             lines = self.path.read_bytes().splitlines(keepends=True)
@@ -204,10 +204,13 @@ def check_images(rows: Sequence[Mapping[str, Any]], images: Images, path: Path) 
 
 
 def _standing(
-    rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images: Images, path: Path, few: bool = False
+    rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], images: Images, path: Path, few: bool = False
 ) -> list[Mapping[str, Any]]:
     """The rows of an earlier start about images of this run; the numbers of removed ones stay free."""
-    images.leave_out(_removed(rows, data, images))
+    choice = summary.get("sigma_choice") or {}
+    chosen_on = zip(choice.get("indices", ()), choice.get("files", ()), strict=False)
+    named = [*rows, *({"index": index, "file": file} for index, file in chosen_on)]
+    images.leave_out(_removed(named, summary.get("data") or {}, images))
     looked_at = rows[:_FEW] if few else rows
     gone = {*check_images(looked_at, images, path)}
     if 2 * len(gone) > len(looked_at):
@@ -232,7 +235,7 @@ def _removed(rows: Sequence[Mapping[str, Any]], data: Mapping[str, Any], images:
         return []
     places = {images.file(place): place for place in range(total)}
     gone = {row["index"] for row in rows if row.get("file") not in places}
-    # The files with a row have moved so far; one without may have had any number between those of its neighbours.
+    # Named files have moved so far; another may have had any number between those of its neighbours.
     ends = [(row["index"], row["index"] - places[row["file"]]) for row in rows if row["index"] not in gone]
     removed: list[int] = []
     last = -1
