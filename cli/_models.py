@@ -31,7 +31,7 @@ def models(
     if not entries:
         close = difflib.get_close_matches(str(name), [one.name for one in checkpoints()])
         other = next(iter(difflib.get_close_matches(str(name), architectures())), "MODEL")
-        more = f"did you mean {' or '.join(close)}?" if close else f"{command('inspect', other)} shows any model"
+        more = f"did you mean {' or '.join(close)}?" if close else f"{command('inspect', other)} shows this model"
         raise InputError(f"no checkpoint that comes with lipcert is called {name}; {more}")
     if as_json:
         print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in entries])

@@ -212,7 +212,7 @@ def test_paths_without_images(tmp_path):
     refused(tmp_path / "link", "a link to nowhere")
     refused(f"{tmp_path}:", "there is no image")
     refused(write(tmp_path / "batches", {"test_batch": b"\x80\4"}), "no suffix; give a folder", "torch/NAME")
-    refused(write(tmp_path / "mixed", {**CLASSES, "0.png": picture(0)}), "beside")
+    refused(write(tmp_path / "mixed", {**CLASSES, "0.png": picture(0)}), "outside")
 
 
 @pytest.mark.parametrize("limit", [0, -1])

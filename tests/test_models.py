@@ -20,8 +20,8 @@ from lipcert.inputs.sources import architectures
 
 def test_the_command_knows_checkpoints_only() -> None:
     assert "did you mean cifar10-vit" in refused("models", "cifar10-vitt")
-    assert "lipcert inspect vit_tiny_patch16_224 looks at" in refused("models", "vit_tiny_patch16_224")
-    assert "lipcert inspect resnet18 looks at" in refused("models", "resnet1")
+    assert "lipcert inspect vit_tiny_patch16_224 shows" in refused("models", "vit_tiny_patch16_224")
+    assert "lipcert inspect resnet18 shows" in refused("models", "resnet1")
 
 
 def test_names_are_read_from_the_code() -> None:

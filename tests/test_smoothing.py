@@ -520,7 +520,7 @@ def test_networks_that_are_no_function_of_one_image() -> None:
     refused = (
         (Noted(), "refer to the network itself"),
         (Noisy(), "draws random"),
-        (Counting(), "changes its module: net.calls at .*take counters"),
+        (Counting(), "changes its module: net.calls at .*remove counters"),
         (Graded(), "whether gradients"),
         (Locked(), "cannot be copied"),
     )
