@@ -361,7 +361,7 @@ def test_attention_without_an_l2_form_is_named_and_the_rest_is_converted() -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"), [({"scale_attn_norm": True}, "normalised"), ({"attn_layer": "diff"}, "two softmaxes")]
+    ("arguments", "reason"), [({"scale_attn_norm": True}, "normalised"), ({"attn_layer": "diff"}, "softmaxes")]
 )
 def test_variants_of_plain_attention_that_stay(arguments: dict[str, Any], reason: str) -> None:
     model = small(**arguments)
