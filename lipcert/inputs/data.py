@@ -123,12 +123,12 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
         """Up to ``count`` images that the run leaves out: the last ones of its shuffle; None if there are none."""
         if self.limit is None or self.limit >= self.total:
             return None
-        indices = [i for i in order_of(self.total, None)[self.limit :] if i not in self.removed][-count:]
+        indices = [i for i in _shuffled(self.total)[self.limit :] if i not in self.removed][-count:]
         return self._batch(tuple(indices)) if indices else None
 
     def may_be_others(self, indices: Sequence[int]) -> bool:
         """Whether :meth:`others` gives these images for some limit and count: the last ones of the shuffle."""
-        order = [i for i in order_of(self.total, None) if i in indices or i not in self.removed]
+        order = [i for i in _shuffled(self.total) if i in indices or i not in self.removed]
         return {*indices} == {*order[-len(indices) :]} and len(indices) < len(order)
 
     def shuffle(self) -> None:
@@ -498,9 +498,13 @@ def open_named(spec: str, purpose: Purpose = "certify") -> Any:
 
 def order_of(count: int, limit: int | None, kept_out: Collection[int] = ()) -> list[int]:
     """Positions in a data set of ``count`` images in the order of a run: of a fixed shuffle, without some."""
+    return [index for index in _shuffled(count) if index not in kept_out][:limit]
+
+
+def _shuffled(count: int) -> list[int]:
     order = list(range(count))
     random.Random(0).shuffle(order)
-    return [index for index in order if index not in kept_out][:limit]
+    return order
 
 
 def _is_label(value: Any) -> bool:

@@ -373,7 +373,7 @@ def _images_table(run: Run, rows: Sequence[Mapping[str, Any]]) -> str:
 def _noise(run: Run) -> str:
     text = ", ".join(f"{key} {value}" for key, value in run.noise.items())
     choice = run.summary.get("sigma_choice")
-    return f"{text}; sigma was chosen on {counted(choice['images'], 'image')} outside the run" if choice else text
+    return f"{text}; sigma was chosen on {counted(choice['images'], 'image')} kept out of the run" if choice else text
 
 
 def _settings(run: Run) -> list[str]:
