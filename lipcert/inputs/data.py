@@ -128,8 +128,9 @@ class Images(Dataset[tuple[Tensor, "int | None"]]):
 
     def may_be_others(self, indices: Sequence[int]) -> bool:
         """Whether :meth:`others` gives these images for some limit and count: the last ones of the shuffle."""
-        order = [i for i in _shuffled(self.total) if i in indices or i not in self.removed]
-        return {*indices} == {*order[-len(indices) :]} and len(indices) < len(order)
+        named, gone = {*indices}, {*self.removed} - {*indices}
+        order = [i for i in _shuffled(self.total) if i not in gone]
+        return named == {*order[-len(named) :]} and len(named) < len(order)
 
     def shuffle(self) -> None:
         """Puts the images in the order of a run, so that the images of a stopped run are a random sample."""
