@@ -610,6 +610,9 @@ def test_logits_of_many_classes_are_few_and_tell_networks_apart():
     assert thinned(thinned(logits)) == thinned(logits)
     assert same_examples(logits, thinned(logits))
     assert not same_examples([[1.1 * z for z in one] for one in logits], thinned(logits))
+    shifted = [[z + 1000 for z in one] for one in logits]  # the shared part is no reason for a wide tolerance
+    assert same_examples(shifted, logits)
+    assert not same_examples(shifted, [[z + 1000 for z in one[::-1]] for one in logits])
 
 
 def test_the_code_of_a_card_certifies_as_the_run_did(results, tmp_path):
