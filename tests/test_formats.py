@@ -25,6 +25,7 @@ from lipcert.inputs.sources import Source
 from lipcert.inputs.weights import read_checkpoint
 
 STATE = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.zeros(2)}
+OTHER = "is of another framework"
 PROTOBUF = b"\x08\x08\x12\x07pytorch\x1a\x052.6.0:\x10\n\x01x"
 
 
@@ -50,28 +51,28 @@ FILES = {
     "error of an API": (b'{"error": "Invalid username or password."}', "JSON"),
     "empty": (b"", "is empty"),
     "zeros": (bytes(4096), "zeros"),
-    "gzip": (gzip.compress(b"x"), "gunzip"),
-    "bzip2": (b"BZh91AY&SY", "bunzip2"),
-    "xz": (b"\xfd7zXZ\x00", "unxz"),
-    "zstd": (b"\x28\xb5\x2f\xfd\x04", "unzstd"),
+    "gzip": (gzip.compress(b"x"), "gunzip < "),
+    "bzip2": (b"BZh91AY&SY", "bunzip2 < "),
+    "xz": (b"\xfd7zXZ\x00", "unxz < "),
+    "zstd": (b"\x28\xb5\x2f\xfd\x04", "unzstd < "),
     "7z": (b"7z\xbc\xaf\x27\x1c\x00\x04", "7z x"),
     "ONNX": (PROTOBUF, "onnx2torch"),
-    "SavedModel": (b"\x08\x01\x12\xc0\x01\n", "TensorFlow"),
-    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(8), "HDF5"),
-    "msgpack": (b"\x82\xa6params\x81", "Flax"),
-    "GGUF": (b"GGUF\x03\x00\x00\x00", "GGUF"),
-    "TensorFlow Lite": (b"\x1c\x00\x00\x00TFL3", "TensorFlow Lite"),
+    "SavedModel": (b"\x08\x01\x12\xc0\x01\n", OTHER),
+    "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(8), OTHER),
+    "msgpack": (b"\x82\xa6params\x81", OTHER),
+    "GGUF": (b"GGUF\x03\x00\x00\x00", OTHER),
+    "TensorFlow Lite": (b"\x1c\x00\x00\x00TFL3", OTHER),
     "arrays": (archive_of_numpy(), "archive of NumPy"),
     "array": (b"\x93NUMPY\x01\x00", "array of NumPy"),
     "image": (b"\x89PNG\r\n\x1a\n", "--data"),
     "pickle": (pickle.dumps({"fc.weight": np.zeros(3)}), "never run"),
     "AppleDouble": (b"\0\x05\x16\x07\0\x02\0\0Mac OS X", "keeps beside a file"),
     "left by iCloud": (b"bplist00\xd3", "property list"),
-    "Core ML": (b"\x08\x05\x12\xac\x02\n*\n\x05image", "Core ML"),
-    "OpenVINO": (b'<?xml version="1.0"?>\n<net name="x" version="11">', "OpenVINO"),
-    "frozen graph": (b"\n=\n\x05input\x12\x0bPlaceholder", "TensorFlow"),
-    "index of TensorFlow": (b'model_checkpoint_path: "model.ckpt-10"\n', "TensorFlow"),
-    "MXNet": (b"\x12\x01" + bytes(10), "MXNet"),
+    "Core ML": (b"\x08\x05\x12\xac\x02\n*\n\x05image", OTHER),
+    "OpenVINO": (b'<?xml version="1.0"?>\n<net name="x" version="11">', OTHER),
+    "frozen graph": (b"\n=\n\x05input\x12\x0bPlaceholder", OTHER),
+    "index of TensorFlow": (b'model_checkpoint_path: "model.ckpt-10"\n', OTHER),
+    "MXNet": (b"\x12\x01" + bytes(10), OTHER),
     "joblib": (b"x\x9c\xed\xbd", "zlib"),
     "Parquet": (b"PAR1\x15\x04", "export it as CSV"),
     "text": (b"404: Not Found", "14 bytes begin with b'404: Not Found'; download"),
@@ -104,8 +105,8 @@ def test_archives(tmp_path):
                 archive.writestr(name, content)
         assert expected in refused(tmp_path / "w.pth")
 
-    says("Keras", **{"config.json": "{}", "model.weights.h5": "x"})
-    says("Core ML", **{"m/Manifest.json": "{}"})
+    says(OTHER, **{"config.json": "{}", "model.weights.h5": "x"})
+    says(OTHER, **{"m/Manifest.json": "{}"})
     says("is of torch.package", **{"p/.data/extern_modules": "", "p/model/model.pkl": ""})
     says("holds model/w.pth; unpack it: unzip", **{"model/w.pth": "x"})
     torch.save(STATE, tmp_path / "whole.pth")
@@ -212,18 +213,18 @@ def test_folders(tmp_path):
 
     says("merge_and_unload", **{"adapter_config.json": "{}", "adapter_model.safetensors": ""})
     says("zip -0 -r", **{"data.pkl": "", "version": "3"})
-    says("TensorFlow", **{"saved_model.pb": ""})
+    says(OTHER, **{"saved_model.pb": ""})
     says("local-dir:", **{"config.json": '{"architecture": "resnet18"}', "model.safetensors": ""})
     wrapped = '{"architecture": "resnet18", "model_type": "timm_wrapper"}'
     says("give resnet18, and", **{"config.json": wrapped, "model.safetensors": ""})
     says("model.safetensors", **{"config.json": '{"model_type": "vit"}', "model.safetensors": ""})
     says("it holds a.png", **{"a.png": ""})
     says("holds nothing")
-    says("Flax", **{"config.json": "{}", "flax_model.msgpack": "\x82\xa6params"})
-    says("HDF5", **{"config.json": "{}", "tf_model.h5": "\x89HDF\r\n\x1a\n"})
-    says("OpenVINO", **{"openvino_model.xml": "<net>", "openvino_model.bin": "x"})
-    says("TensorFlow", **{"checkpoint": "", "model.ckpt-1.index": "", "model.ckpt-1.data-00000-of-00001": ""})
-    says("Orbax", **{"_METADATA": "{}", "manifest.ocdbt": ""})
+    says(OTHER, **{"config.json": "{}", "flax_model.msgpack": "\x82\xa6params"})
+    says(OTHER, **{"config.json": "{}", "tf_model.h5": "\x89HDF\r\n\x1a\n"})
+    says(OTHER, **{"openvino_model.xml": "<net>", "openvino_model.bin": "x"})
+    says(OTHER, **{"checkpoint": "", "model.ckpt-1.index": "", "model.ckpt-1.data-00000-of-00001": ""})
+    says(OTHER, **{"_METADATA": "{}", "manifest.ocdbt": ""})
     (tmp_path / "models--timm--resnet18" / "snapshots").mkdir(parents=True)
     assert "hf-hub:" in refused(tmp_path / "models--timm--resnet18")
 

@@ -27,8 +27,7 @@ from lipcert.cli._certifying import _triage as show_triage
 from lipcert.cli._certifying import _why_not
 from lipcert.cli._loading import untrained
 from lipcert.cli._print import words_of
-from lipcert.inputs.data import open_images
-from lipcert.inputs.samples import COUNT, sample_images
+from lipcert.inputs.data import SAMPLES, open_images, sample_images
 from lipcert.settings import LOOSE, CertifySettings, unreached
 
 SIZE = (3, 4, 4)
@@ -195,12 +194,12 @@ def test_the_screen_names_no_limit_where_there_is_none(capsys):
 
 def test_sample_images_are_drawn_for_any_size():
     pixels = sample_images(3, 20, 31)
-    assert pixels.shape == (COUNT, 3, 20, 31)
+    assert pixels.shape == (SAMPLES, 3, 20, 31)
     assert pixels.dtype == torch.uint8
     assert torch.equal(pixels, sample_images(3, 20, 31))
     assert (pixels.double().flatten(1).std(1) > 20).all()
     drawn = open_images(None, curved())
-    assert (drawn.labelled, drawn.total) == (False, COUNT)
+    assert (drawn.labelled, drawn.total) == (False, SAMPLES)
     assert "sample images" in drawn.note
 
 

@@ -38,7 +38,6 @@ from lipcert.inputs.folders import SUFFIXES, Files, ImageFiles, Purpose, in_fold
 from lipcert.inputs.formats import told
 from lipcert.inputs.loading import number_of_classes
 from lipcert.inputs.preprocessing import RESIZING, preprocessing
-from lipcert.inputs.samples import sample_images
 from lipcert.inputs.timm_networks import is_network_error
 from lipcert.model import Model, checked
 
@@ -53,6 +52,8 @@ _KINDS = f"({', '.join(sorted(SUFFIXES))})"
 _LONGEST = 1000
 # The share of the resized image that is cut out; a tiny one asks for a resized image of gigabytes.
 _LEAST_CROP = 0.1
+# How many images are drawn to try a model without images of one's own; they have no meaningful labels.
+SAMPLES = 8
 
 
 @dataclass(frozen=True)
@@ -316,6 +317,26 @@ class _StoredImages(Images):
         place = self._place(index)
         label = int(self.targets[place]) if self.labelled and self.targets is not None else None
         return self.images[place].float() / 255, label
+
+
+def sample_images(channels: int, height: int, width: int, count: int = SAMPLES) -> Tensor:
+    """Images with the spectrum of natural ones: noise whose amplitude falls with frequency, and a few flat shapes."""
+    generator = torch.Generator().manual_seed(0)
+    frequency = torch.fft.fftfreq(height)[:, None].square() + torch.fft.rfftfreq(width)[None].square()
+    amplitude = (frequency + 1 / max(height, width) ** 2).rsqrt()
+    noise = torch.randn(count, 1 + channels, height, width, generator=generator)
+    noise = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitude, s=(height, width))
+    noise = noise / noise.std(dim=(2, 3), keepdim=True)
+    images = noise[:, :1] + 0.4 * noise[:, 1:]
+    rows, columns = torch.arange(height)[:, None] / height, torch.arange(width)[None] / width
+    for image in images:
+        for _ in range(4):
+            y, x, size, angle, *colour = torch.rand(4 + channels, generator=generator).tolist()
+            u = (rows - y) * (1 + angle) + (columns - x) * angle
+            v = (columns - x) * (1 + angle) - (rows - y) * angle
+            inside = torch.maximum(u.abs(), v.abs()) < 0.05 + 0.2 * size
+            image[:, inside] = 0.5 * image[:, inside] + 2 * torch.tensor(colour)[:, None] - 1
+    return (127.5 + 60 * images).clamp(0, 255).to(torch.uint8)
 
 
 class _ReadImages(Images):

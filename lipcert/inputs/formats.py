@@ -38,7 +38,10 @@ _NUMPY = _PYTHON.format(_TENSORS.format("dict(numpy.load(sys.argv[1]))")).replac
 _OF_JAX = _PYTHON.format("net.state_dict()").replace(
     "torch;", "timm, torch; net = timm.create_model('NAME', num_classes=N); net.load_pretrained(sys.argv[1]);"
 )
-_MADE_OF = "; give the PyTorch weights that it was made of"
+_OTHER = (
+    "is of another framework (TensorFlow, TensorFlow Lite, Keras in HDF5, Core ML, OpenVINO, TensorRT, MXNet, Caffe, "
+    "ExecuTorch, GGUF or GGML, Flax in msgpack, Orbax); give the PyTorch weights that it was made of"
+)
 _SCRIPT = (
     "is TorchScript, which hides its operations; give a timm name, and as its checkpoint the file that "
     "this writes: " + _PYTHON.format("torch.jit.load(sys.argv[1]).state_dict()")
@@ -47,11 +50,9 @@ _EXPORTED = (
     "is a program of torch.export; give the module that it was exported from, or a timm name, and as its "
     "checkpoint the file that this writes: " + _PYTHON.format("dict(torch.export.load(sys.argv[1]).state_dict)")
 )
-_ONNX = (
-    "is an ONNX model; give the PyTorch weights that it was exported from, or in Python the module that "
-    "onnx2torch.convert makes of it"
+ONNX = (
+    "an ONNX model; give the module that it was exported from, or its weights, or what onnx2torch.convert makes of it"
 )
-_TENSORFLOW = "belongs to a checkpoint of TensorFlow" + _MADE_OF
 ZERO = "belongs to a checkpoint of DeepSpeed ZeRO; gather its parts, in its folder: python zero_to_fp32.py . weights"
 
 METADATA = (
@@ -71,17 +72,17 @@ _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"(\.\./|\./|/)?\S*annex/objects/", "is a git-annex pointer, not the file itself; get that by git annex get"),
     (rb"(outs|md5):\s", "is a DVC pointer, not the file itself; get that by dvc pull"),
     (rb"(?i)\s*(<!doctype html|<html|<head)", "is a web page, such as an error or a login; download the file again"),
-    (rb"(?s)\s*(<\?xml[^>]*>\s*)?<net ", "is a model of OpenVINO" + _MADE_OF),
+    (rb"(?s)\s*(<\?xml[^>]*>\s*)?<net ", _OTHER),
     (
         rb"(?s)\s*(<(\?xml|!--|!DOCTYPE svg).*)?<svg|.{4}(ftyp|JXL |jP  )|\xff(\x0a|\x4f\xff\x51)|.{128}DICM|8BPS",
         "is of a kind that is not read (SVG, HEIC, AVIF, JPEG XL, JPEG 2000, DICOM, PSD, video); convert it to PNG",
     ),
     (rb"\s*<", "is XML, such as a server's error; download the file again"),
-    (rb"\x1f\x8b", "is compressed by gzip; unpack it: gunzip {path} (of a .tar.gz: tar xf {path})"),
-    (rb"BZh", "is compressed by bzip2; unpack it: bunzip2 {path} (of a .tar.bz2: tar xf {path})"),
-    (rb"\xfd7zXZ", "is compressed by xz; unpack it: unxz {path} (of a .tar.xz: tar xf {path})"),
-    (rb"\x28\xb5\x2f\xfd", "is compressed by Zstandard; unpack it: unzstd {path}"),
-    (rb"\x04\x22\x4d\x18", "is compressed by LZ4; unpack it: unlz4 {path}"),
+    (rb"\x1f\x8b", "is compressed by gzip; unpack it: gunzip < {path} > unpacked (of a .tar.gz: tar xf {path})"),
+    (rb"BZh", "is compressed by bzip2; unpack it: bunzip2 < {path} > unpacked (of a .tar.bz2: tar xf {path})"),
+    (rb"\xfd7zXZ", "is compressed by xz; unpack it: unxz < {path} > unpacked (of a .tar.xz: tar xf {path})"),
+    (rb"\x28\xb5\x2f\xfd", "is compressed by Zstandard; unpack it: unzstd < {path} > unpacked"),
+    (rb"\x04\x22\x4d\x18", "is compressed by LZ4; unpack it: unlz4 < {path} > unpacked"),
     (rb"x[\x01\x5e\x9c\xda]", "is compressed by zlib, as joblib writes; save the state_dict by torch.save"),
     (rb"7z\xbc\xaf\x27\x1c", "is a 7z archive; unpack it: 7z x {path}"),
     (rb"Rar!", "is a RAR archive; unpack it: unrar x {path}"),
@@ -97,34 +98,27 @@ _ANY: tuple[tuple[bytes, str], ...] = (
 _OF_ARRAYS = ((rb"\x93NUMPY|\x89HDF|MATLAB|\x80[\x02-\x05]|\0\0[\x08\x09\x0b-\x0e][\x01-\x04]", _ARRAYS),)
 # By the first bytes of a file of weights.
 _MODELS: tuple[tuple[bytes, str], ...] = (
-    (rb"\x08\x01\x12", "is a SavedModel of TensorFlow" + _MADE_OF),
-    (rb"\x08[\x01-\x0f]\x12[^\n]{1,3}\n", "is a Core ML model" + _MADE_OF),
-    (rb"\x08[\x02-\x7f][\x12\x1a\x22\x28\x32\x3a\x42]", _ONNX),
-    (rb"\x89HDF\r\n\x1a\n", "is HDF5, as Keras writes it, for networks that timm does not build" + _MADE_OF),
-    (rb"GGUF|gg(ml|jt|la)|lmgg|tjgg", "is GGUF or GGML of llama.cpp, mostly quantised" + _MADE_OF),
-    (rb"(?s).{4}TFL3", "is a TensorFlow Lite model" + _MADE_OF),
-    (rb"(?s).{4}ET\d\d", "is an ExecuTorch program" + _MADE_OF),
-    (rb"ftrt|ptrt", "is an engine of TensorRT" + _MADE_OF),
-    (rb"\n[^\n]{1,2}\n", "is a graph of TensorFlow or Caffe" + _MADE_OF),
-    (rb"\x12\x01\0\0\0\0\0\0", "is a file of MXNet" + _MADE_OF),
+    (
+        rb"\x08(\x01\x12|[\x01-\x0f]\x12[^\n]{1,3}\n)|\n[^\n]{1,2}\n|\x12\x01\0{6}|\x89HDF\r\n\x1a\n|(?s:.{4}(TFL3|ET\d\d))|"
+        rb"[fp]trt|GGUF|gg(ml|jt|la)|lmgg|tjgg|model_checkpoint_path:|[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9\x00]",
+        _OTHER,
+    ),
+    (rb"\x08[\x02-\x7f][\x12\x1a\x22\x28\x32\x3a\x42]", "is " + ONNX),
     (rb"\x93NUMPY", "is one array of NumPy, without the names of tensors; give a file of all weights with their names"),
     (rb"MATLAB", "is a file of MATLAB; convert it to names and tensors, and save them by torch.save"),
     (rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF", "is an image; images are given with --data {path}"),
     (rb"\x80[\x02-\x05]|\(dp0|\(lp0", "is a pickle that torch.save did not write, whose objects are never run"
      + _TRUSTED.format(_TENSORS.format("pickle.load(open(sys.argv[1], 'rb'))")).replace("import", "import pickle,")),
-    (rb"[\x81-\x8f\xde\xdf][\xa0-\xbf\xd9\x00]", "is msgpack, as Flax writes it" + _MADE_OF),
     (rb"\s*[\[{]", "is JSON, a configuration or an error; give the file of the weights"),
-    (rb"model_checkpoint_path:", _TENSORFLOW),
 )  # fmt: skip
 # By the names in a zip archive, a line each.
 _ARCHIVES = (
     (r"/(constants\.pkl|code/)", _SCRIPT),
     (r"(^|/)(serialized_exported_program\.json|archive_format|models/\w+\.json)$", _EXPORTED),
-    (r"\.weights\.h5$", "is a model of Keras, for networks that timm does not build" + _MADE_OF),
+    (r"\.weights\.h5$|Manifest\.json$|\.mlmodel$", _OTHER),
     (r"^Transformer/.*\.npy$", "holds weights of JAX, which timm converts: " + _OF_JAX),
     (r"/\.data/extern_modules$", "is of torch.package; load the module from it in Python, and give lipcert.load that"),
     (r"\.npy$", "is an archive of NumPy (.npz); if its names are those of the network, convert it: " + _NUMPY),
-    (r"Manifest\.json$|\.mlmodel$", "is a Core ML model" + _MADE_OF),
 )
 # By the names in a folder, and by those of files that belong to it.
 _PARTS = (
@@ -134,20 +128,15 @@ _PARTS = (
         "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pth",
     ),
     ("*_optim_states.pt", ZERO),
-    *((name, _TENSORFLOW) for name in ("*.ckpt*.index", "*.ckpt*.meta", "*.ckpt*.data-*-of-*")),
-    ("openvino_model.*", "belongs to a model of OpenVINO" + _MADE_OF),
-    *((name, "belongs to a checkpoint of Orbax (JAX)" + _MADE_OF) for name in ("_CHECKPOINT_METADATA", "*.ocdbt")),
+    *((f"*.ckpt*.{end}", _OTHER) for end in ("index", "meta", "data-*-of-*")),
+    *((name, _OTHER) for name in ("saved_model.pb", "Manifest.json", "openvino_model.*", "*.ocdbt", "*_METADATA")),
 )
 _FOLDERS = (
     *_PARTS,
     ("*/*.distcp", "has a checkpoint of torch.distributed.checkpoint in a folder; give that, to be told what to do"),
-    ("*_model_states.pt", ZERO),
-    ("global_step*", ZERO),
-    ("zero_to_fp32.py", ZERO),
+    *((name, ZERO) for name in ("*_model_states.pt", "global_step*", "zero_to_fp32.py")),
     ("adapter_config.json", "holds LoRA adapters; merge them first by merge_and_unload() of peft, and save that"),
     ("data.pkl", "is an archive of torch.save that was unpacked; pack it again: zip -0 -r weights.pth {path}"),
-    ("saved_model.pb", "is a SavedModel of TensorFlow" + _MADE_OF),
-    ("Manifest.json", "is a Core ML model" + _MADE_OF),
     ("snapshots", "is a folder of the hub's cache; give the model as hf-hub:OWNER/NAME"),
 )
 

@@ -24,6 +24,7 @@ from lipcert.graph import first_run, reason_of_failure
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.classes import recorded_names
 from lipcert.inputs.files import File, listing
+from lipcert.inputs.formats import ONNX
 from lipcert.inputs.matching import check_finite, load_weights
 from lipcert.inputs.preprocessing import check_scale
 from lipcert.inputs.sources import BUNDLED, Source, is_artifact, similar
@@ -33,12 +34,9 @@ from lipcert.model import Model, copy_of, evaluated, loads_modules, outside_infe
 
 Options = dict[str, Any]
 _PIXELS = ("mean", "std", "input_size")
-_ONNX = "an ONNX model; give the module that it was exported from, or that onnx2torch.convert makes of it"
 _OTHER_MODELS = {
     "ExportedProgram": "an exported program; give the module that it was exported from",
-    "ModelProto": _ONNX,
-    "ONNXProgram": _ONNX,
-    "InferenceSession": _ONNX,
+    **dict.fromkeys(("ModelProto", "ONNXProgram", "InferenceSession"), ONNX),
 }
 # What to do about a network that fails on an image, by its error.
 _REMEDIES = (
