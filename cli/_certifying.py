@@ -76,13 +76,13 @@ _BUNDLED = 20
 def run(plan: Plan) -> None:
     """Certifies the images for every model and every σ, prints the results, and sets the exit code."""
     processes = Processes.of_torchrun()
-    part, parts = plan.shard or (processes.rank, processes.count)
+    part, parts = (plan.part, plan.parts) if plan.shard else (processes.rank, processes.count)
     if plan.shard and processes.count > 1:
         raise InputError("--shard and torchrun both divide the images; use only one of them")
     if parts > 1 and plan.out is None:
         raise InputError("parts of a run need --out, the file in which their rows are combined")
     workers = plan.workers if processes.count == 1 else 0
-    keep = plan.keep and plan.out is None and parts == 1
+    keep = not plan.no_out and plan.out is None and parts == 1
     plan = replace(plan, workers=workers, keep=keep, part=part, parts=parts)
     with torchrun():
         if plan.several_models:
@@ -160,7 +160,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     if random:
         label += ", random weights: nothing to certify"
     limit = _BUNDLED if plan.data is None and plan.limit is None else plan.limit
-    images = open_images(plan.data, loaded, limit=limit, **plan.lists)
+    images = open_images(plan.data, loaded, limit=limit, classes=plan.classes, labels=plan.labels)
     images.shuffle()
     if plan.limit is None and len(images) < images.total:
         say(f"images: {_some(len(images), images.total)}")
@@ -174,7 +174,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
         eps=plan.settings[0].eps_typed,
         data=plan.data,
         total=math.inf if plan.data is None else images.total,
-        lists=words_of(plan.lists),
+        lists=words_of({"classes": plan.classes, "labels": plan.labels}),
         denoised="--denoiser" in words,
         random=random,
     )

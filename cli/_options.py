@@ -105,11 +105,14 @@ _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotati
 
 def _of_python(one: Field[Any]) -> Sequence[str]:
     """The choices of a field that only calls from Python have."""
-    return () if isinstance(one.metadata["python"], bool) else one.metadata["python"]
+    python = one.metadata.get("python", False)
+    return () if isinstance(python, bool) else python
 
 
 def _parameter(one: Field[Any]) -> inspect.Parameter:
-    """The option of a field that has a help text."""
+    """The option of a field that has a help text, or whose type is that of a parameter of a command."""
+    if "help" not in one.metadata:
+        return inspect.Parameter(one.name, _CONTEXT.kind, default=one.default, annotation=one.type)
     kind: Any = one.metadata["typed"]
     default = one.default if one.metadata["given"] is None else one.metadata["given"]
     name = one.name.replace("_", "-")
@@ -128,12 +131,15 @@ def _parameter(one: Field[Any]) -> inspect.Parameter:
 def options_of(without: Sequence[str] = (), **kinds: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replaces parameters by options for the fields of settings; the command gets a function that creates these.
 
-    Fields for Python alone and those named by ``without`` are no options. A caller in Python passes the
-    former as the ``obj`` of click's context, a mapping.
+    Fields without a help text or an annotated type, those for Python alone and those named by ``without`` are no
+    options. A caller in Python passes those for Python as the ``obj`` of click's context, a mapping.
     """
-    described = {name: [one for one in fields(kind) if "help" in one.metadata] for name, kind in kinds.items()}
+    described = {
+        name: [one for one in fields(kind) if "help" in one.metadata or hasattr(one.type, "__metadata__")]
+        for name, kind in kinds.items()
+    }
     entries = {
-        name: [one for one in some if one.metadata["python"] is not True and one.name not in without]
+        name: [one for one in some if one.metadata.get("python") is not True and one.name not in without]
         for name, some in described.items()
     }
 
@@ -151,7 +157,7 @@ def options_of(without: Sequence[str] = (), **kinds: type) -> Callable[[Callable
                         raise InputError(
                             f"{one.name} {given[one.name]} is for calls from Python alone; --help lists the others"
                         )
-                python = [one.name for one in described[name] if one.metadata["python"]]
+                python = [one.name for one in described[name] if one.metadata.get("python")]
                 given |= {one: value for one, value in (context.obj or {}).items() if one in python}
                 arguments[name] = functools.partial(settings_of, kind, **given)
             command(**arguments)
