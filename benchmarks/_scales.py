@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lipcert
-from lipcert.certifier import METHODS, Certifier
+from lipcert.certifier import METHODS, Certifier, _certifier
 from lipcert.errors import LipcertError
 
 # The largest exponents of the scales at which each network is seen.
@@ -97,12 +98,14 @@ def radii(
     """Classes and radii by method, or why it refuses."""
     model = lipcert.load(network.eval(), mean=(0.0,), std=(1.0,), input_size=_SIZE).double()
     found: dict[str, tuple[list[int], list[float]] | str] = {}
-    for method in methods:
-        try:
-            result = Certifier(model, 1e-3, method, rigor="deterministic").run(images)
-            found[method] = result.predicted.tolist(), result.radius.tolist()
-        except LipcertError as refusal:
-            found[method] = f"{type(refusal).__name__}: {refusal}"
+    once = {name: cache(getattr(_certifier, name)) for name in ("_as_deployed", "analyze")}
+    with mock.patch.multiple(_certifier, **once):  # for all methods
+        for method in methods:
+            try:
+                result = Certifier(model, 1e-3, method, rigor="deterministic").run(images)
+                found[method] = result.predicted.tolist(), result.radius.tolist()
+            except LipcertError as refusal:
+                found[method] = f"{type(refusal).__name__}: {refusal}"
     return found
 
 
