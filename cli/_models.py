@@ -11,7 +11,7 @@ from lipcert.inputs.checkpoints import Checkpoint, checkpoints
 from lipcert.inputs.sources import architectures
 
 from ._options import AsJson
-from ._print import busy, command, percent, print_json, print_table, say
+from ._print import command, percent, print_json, print_table, say, start
 
 _COLUMNS = ("checkpoint", "parameters", "eps", "clean", "certified", "95 % CI", "images", "method")
 
@@ -36,8 +36,8 @@ def models(
     if as_json:
         print_json([{**dataclasses.asdict(one), "path": str(one.path), "card": str(one.card)} for one in entries])
         return
-    with busy("importing torch"):
-        from lipcert.results import interval, share
+    start()
+    from lipcert.results import interval, share
 
     def row(one: Checkpoint) -> tuple[str, ...]:
         certified = round(one.certified * one.images)

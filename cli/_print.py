@@ -17,6 +17,7 @@ from decimal import ROUND_CEILING, ROUND_HALF_EVEN
 from pathlib import Path
 from typing import Any
 
+from lipcert.errors import InputError, first_line
 from lipcert.inputs.files import check_there, is_named_data, place_of
 from lipcert.settings import shown
 
@@ -253,7 +254,13 @@ def start(*files: Path | None, data: str | None = None) -> None:
     for text in ("There is a performance drop", "divide by zero", "invalid value", "overflow encountered"):
         warnings.filterwarnings("ignore", text)
     with busy("importing torch"):
-        importlib.import_module("lipcert.inputs.loading")
+        try:
+            importlib.import_module("lipcert.inputs.loading")
+        except (KeyError, ValueError) as error:  # of a variable that torch, timm or the hub reads
+            text = str(error)
+            names = [name for name, value in os.environ.items() if f"{name}=" in text or f"'{value}'" in text]
+            remedy = f"correct or unset {', '.join(names) or 'the variables of the environment that they read'}"
+            raise InputError(f"cannot import torch and timm: {first_line(error)}; {remedy}") from error
 
 
 def upper(log10: float) -> str:

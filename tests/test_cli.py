@@ -16,6 +16,7 @@ import textwrap
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,6 +146,19 @@ def test_torch_that_cannot_be_imported(folder, monkeypatch):
 
     monkeypatch.setattr(importlib.import_module("lipcert.cli._certify"), "start", start)
     assert "failed to map segment from shared object; raise the memory limit" in refused("certify", "--eps", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("TIMM_X", "invalid literal for int(): 'foo'"), ("TORCH_X", 'Invalid foo; try TORCH_X="help"')]
+)
+def test_a_variable_of_the_environment_that_ends_an_import_is_named(name, text, monkeypatch):
+    def fail(_):
+        raise ValueError(text)
+
+    monkeypatch.setenv(name, "foo")
+    monkeypatch.setattr(_print, "importlib", SimpleNamespace(import_module=fail))
+    with pytest.raises(InputError, match=f"^cannot import torch and timm: .*; correct or unset {name}$"):
+        _print.start()
 
 
 def test_certify_prints_and_writes(artifact):
