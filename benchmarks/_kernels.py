@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import lipcert
 from lipcert.bounds import NoAnswer, Operand, key_of, local_error
 from lipcert.bounds.rules.activation import ACTIVATIONS
-from lipcert.errors import UnsupportedOperation
+from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import capture
 from lipcert.numerics import as_assumed
 from lipcert.roundoff import DTYPES, Format, Roundoff
@@ -277,7 +277,7 @@ def look(seed: int) -> dict[str, Any]:
                 share = _single(OPERATIONS[operation], r, name, layout, batch, pattern, scale, device)
     except (NoAnswer, UnsupportedOperation) as reason:
         return {**row, "outcome": "refused", "why": str(reason)}
-    except (NotImplementedError, RuntimeError) as reason:  # torch has no such kernel
+    except (InputError, NotImplementedError, RuntimeError) as reason:  # torch has no such kernel, or no such call
         return {**row, "outcome": "not run", "why": str(reason)[:100]}
     if share is None:
         return {**row, "outcome": "zero"}

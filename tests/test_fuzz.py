@@ -156,6 +156,7 @@ def test_drawn_programs_are_refused_or_hold(seed):
 
 
 def test_kernels_stay_within_their_rounding_rules(monkeypatch):
+    assert fuzz.look("kernel", 7019)["outcome"] == "not run"  # of a call that torch does not have
     rows = [fuzz.look("kernel", seed) for seed in range(120)]
     held = [row for row in rows if row["outcome"] == "held"]
     assert len(held) > 90
