@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -456,10 +457,11 @@ def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
 def _next(plan: Plan, outcomes: Sequence[_Outcome]) -> Advice:
     """A suggestion for the next command."""
     out = plan.out
+    whole = re.sub(r" --shard[ =]\S+", "", typed())
     if plan.shard and plan.part + 1 < plan.parts:
-        return Advice(f"the same with --shard {plan.part + 2}/{plan.parts}", "without --shard it merges the rows")
+        return Advice(f"{whole} --shard {plan.part + 2}/{plan.parts}", "without --shard it merges the rows")
     if plan.shard and plan.parts > 1:
-        return Advice("the same without --shard", "it merges the rows")
+        return Advice(whole, "it merges the rows")
     if len(outcomes) > 1 and outcomes[0].path is not None and (out is None or not out.is_dir()):
         page = "report.html" if out is None else out.with_suffix(".html")
         return Advice(command("report", *(outcome.path for outcome in outcomes), "--html", page))

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import read_summary, run, timeless
+from commands import facts, read_summary, run, timeless
 from torch import nn
 
 import lipcert
@@ -198,10 +199,13 @@ def test_a_run_within_a_time_ends_after_a_block_and_continues():
     assert timeless() == whole
 
 
-def test_shards_are_put_together():
+def test_shards_are_put_together(monkeypatch):
     run("certify", *GLORO, "--out", "whole.jsonl")
-    for part in (2, 1, 3):
-        shard = run("certify", *GLORO, "--out", "r.jsonl", "--shard", f"{part}/3")
+    for part, following in ((2, " --shard 3/3"), (1, " --shard 2/3"), (3, "")):
+        words = ("certify", *GLORO, "--out", "r.jsonl")
+        monkeypatch.setattr(sys, "argv", ["lipcert", *words, "--shard", f"{part}/3"])
+        shard = run(*words, "--shard", f"{part}/3")
+        assert facts(shard.stdout)["next"] == f"lipcert {shlex.join(words)}{following}"
         assert f"r.shard-{part}-of-3.jsonl" in shard.stdout
         assert not Path("r.jsonl").exists()
     result = run("certify", *GLORO, "--out", "r.jsonl")
