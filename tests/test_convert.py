@@ -204,6 +204,7 @@ def test_report_and_recipe() -> None:
     model = small()
     convert(model)
     assert model.conversion.random
+    assert convert(small("resnet18")).recipe[0]["attention"] == "keep"
 
 
 def test_attention_that_is_already_by_distance_is_reproduced() -> None:

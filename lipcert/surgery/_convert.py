@@ -136,7 +136,8 @@ def convert(
         logits_moved_most=float(moved.max()),
         agreement=float((after.argmax(1) == before.argmax(1)).double().mean()),
     )
-    step: dict[str, Any] = {"step": "convert", "attention": attention, "norm": norm}
+    replaced = any(isinstance(edit.new, L2Attention) for edit in edits)
+    step: dict[str, Any] = {"step": "convert", "attention": attention if replaced else "keep", "norm": norm}
     if activation != "keep":
         step["activation"] = activation
     where = {"data": "random", "seed": 0} if random else dict(origin or {})
