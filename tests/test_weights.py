@@ -94,6 +94,14 @@ def test_a_configuration_beside_the_weights_is_said_not_to_be_read(net, tmp_path
     (tmp_path / "config.json").write_text(json.dumps({"architecture": NAME, "pretrained_cfg": {"mean": [0.1] * 3}}))
     with pytest.warns(UserWarning, match=r"config\.json beside it is not read: mean"):
         load(NAME, checkpoint=tmp_path / "model.safetensors", **GIVEN)
+    names = [*net.state_dict()]
+    places = {name: f"model-{place % 2 + 1:05}-of-00002.bin" for place, name in enumerate(names)}
+    for part in {*places.values()}:
+        torch.save({name: net.state_dict()[name] for name in names if places[name] == part}, tmp_path / part)
+    (tmp_path / "model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.warns(UserWarning, match="config.json") as said:
+        load(NAME, checkpoint=tmp_path / "model.bin.index.json", **GIVEN)
+    assert sum("config.json" in str(one.message) for one in said) == 1
 
 
 def test_the_normaliser_of_robustness(net, tmp_path):

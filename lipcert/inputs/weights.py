@@ -54,7 +54,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> StoredWeights:
     """
     path = Path(path)
     index = _index_of(path)
-    return _read_file(path) if index is None else _read_parts(index)
+    content = _read_file(path) if index is None else _read_parts(index)
+    if formats.configuration_beside(index or path):
+        of_name = "mean, std and classes are those of the timm name or those that you give"
+        warnings.warn(f"{path}: the config.json beside it is not read: {of_name}", stacklevel=4)
+    return content
 
 
 def _read_file(path: Path) -> StoredWeights:
@@ -63,9 +67,6 @@ def _read_file(path: Path) -> StoredWeights:
     if not path.is_file():
         raise no_file(path)
     reader = formats.reader_of(path)
-    if formats.configuration_beside(path):
-        of_name = "mean, std and classes are those of the timm name or those that you give"
-        warnings.warn(f"{path}: the config.json beside it is not read: {of_name}", stacklevel=5)
     if reader == "safetensors":
         keys, metadata = keys_of(path)
         if not keys:
