@@ -44,7 +44,9 @@ def inspect(
     loaded = load_model(named, asked, features=True)
     if loaded.sigma is not None:
         certify = command("certify", named.word, "--data", "IMAGES", "--eps", "36/255")
-        raise InputError(f"{named.word} is a smoothed classifier: it has no Lipschitz bound; {certify}")
+        front = "".join(f", denoiser {step['denoiser']}" for step in loaded.recipe if step["step"] == "denoise")
+        what = f"a smoothed classifier, σ = {loaded.sigma:g}{front}, whose certificates are probabilistic"
+        raise InputError(f"{named.word} is {what}: it has no Lipschitz bound; {certify}")
     with progress("reading the network") as update:
         bound = lipschitz(loaded, progress=update)
     worst = sorted(bound.layers, key=lambda layer: layer.log10_gain, reverse=True)

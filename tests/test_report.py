@@ -252,6 +252,13 @@ def test_a_damaged_run_of_a_folder_is_named_and_left_out(results, tmp_path, chan
     assert "row 1 of all/bad.jsonl is no result" in refused("all")
 
 
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_rows_is_said_to_be_one(results, indent):
+    path = results()
+    path.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()], indent=indent))
+    assert "is a JSON array, and rows are one object per line; write them so: jq -c" in refused(path)
+
+
 def test_a_half_written_row_and_an_unfinished_run_are_noted(results):
     result = run(results(tail='{"index": 9', complete=False))
     assert "the last row is half-written" in result.stderr

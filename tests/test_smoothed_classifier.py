@@ -147,7 +147,8 @@ def test_a_denoiser_is_given_again_to_a_file_that_holds_the_noise(tmp_path: Path
     words = (str(tmp_path / "smoothed.safetensors"), str(tmp_path / "black.png"), "--denoiser", "dct")
     run("predict", *words)
     said = run("inspect", words[0], code=2).stderr
-    assert f"is a smoothed classifier: it has no Lipschitz bound; lipcert certify {words[0]} --data IMAGES" in said
+    what = "is a smoothed classifier, σ = 0.3, whose certificates are probabilistic: it has no Lipschitz bound; "
+    assert f"{what}lipcert certify {words[0]} --data IMAGES" in said
 
 
 @pytest.mark.parametrize("denoiser", [None, "natural"])
@@ -159,6 +160,8 @@ def test_a_file_holds_the_noise_and_the_denoiser(denoiser: str | None, tmp_path:
     again: Any = lipcert.load(path)
     assert isinstance(again, lipcert.SmoothedClassifier)
     assert again.sigma == 0.3
+    front = f", denoiser {denoiser}" if denoiser else ""
+    assert f"σ = 0.3{front}, whose certificates" in run("inspect", path, code=2).stderr
     again.seed = 0
     assert torch.equal(again(images), smoothed(images))
     found: Any = lipcert.certify(again, images, eps=0.1, samples=60)

@@ -194,8 +194,8 @@ class LabelList:
             rows, found = [[sign.join(row[:-1]), row[-1]] for row in rows], [1]  # names may hold the sign
             self.head = self.plain = rows[0]
         else:
-            needed = "it needs one of file names, called filename, and one of labels, called label"
-            raise InputError(f"{path} has the columns {listing(self.head) or 'none'}; {needed}")
+            needed = "its first line names columns, and it needs one of file names, filename, and one of labels, label"
+            raise InputError(f"{path} begins with {listing(self.head) or 'nothing'}; {needed}")
         self.columns = [number for number in range(len(self.head)) if number not in found]
         self.label, self.rows = found[0], [row for row in rows if len(row) > found[0]]
         every = dict.fromkeys(part for row in self.rows for part in _SEVERAL.split(row[self.label]))

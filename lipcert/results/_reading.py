@@ -396,6 +396,8 @@ def _read(path: Path, summary: Mapping[str, Any]) -> Run:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    if content.lstrip()[:1] == b"[":
+        raise InputError(f"{path} is a JSON array, and rows are one object per line; write them so: jq -c '.[]' {path}")
     lines, half = content.splitlines(), False
     if lines and not content.endswith(b"\n"):  # an editor may have taken the last line break
         try:
