@@ -74,7 +74,7 @@ _EXAMPLES = {
                                                                    without --shard it merges the rows
     """,
     "predict": """
-        lipcert predict smoothed.safetensors image.jpg
+        lipcert predict smoothed.safetensors photos/*.jpg
         lipcert predict vit_base_patch16_224 images/ --sigma 0.25 --denoiser natural
     """,
     "report": """

@@ -1,6 +1,9 @@
 """``lipcert predict``: the class, the share of draws and the radius of each image by a smoothed classifier."""
 
+import os
+import sys
 from collections.abc import Callable
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +20,7 @@ from ._print import percent, print_json, print_table, progress, say, start
 def predict(
     source: Callable[..., ModelOptions],
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP.partition(";")[0] + ".")],
-    images: Annotated[str, typer.Argument(metavar="IMAGES", help="One image, or a folder or .tar of images.")],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGES...", help="Images, and folders or .tar of images.")],
     sigma: Annotated[
         float | None, typer.Option(help="Standard deviation of the noise, if the file of the model does not state it.")
     ] = None,
@@ -40,23 +43,26 @@ def predict(
     if sigma is None:
         raise InputError(f"{named.word} is not a smoothed classifier: give the noise with --sigma, such as 0.25")
     smoothed = SmoothedClassifier(loaded, sigma)
-    opened = open_images(images, loaded, limit=limit, purpose="predict")
-    show_preprocessing(opened, loaded)
+    opened = [open_images(path, loaded, limit=limit, purpose="predict") for path in images]
+    show_preprocessing(opened[0], loaded)
+    total = min(sum(map(len, opened)), limit or sys.maxsize)
+    every = ((path, batch) for path, one in zip(images, opened, strict=True) for batch in one.batches(1))
     rows: list[dict[str, Any]] = []
-    with progress("predicting", len(opened)) as update:
-        for batch in opened.batches(1):
+    with progress("predicting", total) as update:
+        for path, batch in islice(every, total):
+            file = (batch.files and batch.files[0]) or str(batch.indices[0])
             found = smoothed.certify(batch.images, samples=samples, alpha=alpha)
             abstained, predicted = bool(found.abstained), int(found.predicted)
             rows.append(
                 {
-                    "file": batch.files[0] if batch.files else str(batch.indices[0]),
+                    "file": file if len(images) == 1 else path if path.endswith(file) else os.path.join(path, file),
                     "class": None if abstained else predicted,
-                    "name": None if abstained else opened.class_names.get(predicted),
+                    "name": None if abstained else opened[0].class_names.get(predicted),
                     "share": int(found.count) / int(found.samples),
                     "radius": float(found.radius),
                 }
             )
-            update(len(rows), len(opened))
+            update(len(rows), total)
     if as_json:
         print_json(rows)
         return

@@ -243,11 +243,12 @@ def in_bytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1.0, count / 1e6):.0f} MB"
 
 
-def start(*files: Path | None, data: str | None = None) -> None:
+def start(*files: Path | None, data: str | list[str] | None = None) -> None:
     """Checks that files and images are there, then imports torch and timm, which takes seconds."""
     check_there(*files)
-    if data is not None and not is_named_data(data):
-        place_of(data)
+    for spec in [data] if isinstance(data, str) else data or ():
+        if not is_named_data(spec):
+            place_of(spec)
     _next_line[:] = time.monotonic() + _FIRST_PAUSE, _FIRST_PAUSE
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     # Of torch's and numpy's own, about speed and about numbers that the certificates judge themselves.

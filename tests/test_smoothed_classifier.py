@@ -215,6 +215,10 @@ def test_the_commands_take_a_file_without_a_sigma(tmp_path: Path) -> None:
     done = run("predict", "smoothed.safetensors", "images/0.png", "--samples", "100")
     assert re.search(r"0\.png\s+(\d|abstains)", done.stdout)
     assert "σ = 0.2" in done.stderr
+    several = ("predict", "smoothed.safetensors", "images/1.png", "images", "--samples", "30", "--json")
+    assert [row["file"] for row in json.loads(run(*several).stdout)] == ["images/1.png", "images/0.png", "images/1.png"]
+    assert len(json.loads(run(*several, "--limit", "2").stdout)) == 2
+    assert "there is no image" in run("predict", "smoothed.safetensors", "images", "none.png", code=2).stderr
     certify = ("certify", "smoothed.safetensors", "--eps", "0.1", "--limit", "3")
     done = run(*certify, "--json")
     assert json.loads(done.stdout)["sigma"] == 0.2
