@@ -449,11 +449,13 @@ def test_convert_writes_a_network_whose_bound_is_zero(folder):
 
 
 def test_convert_overwrites_artifacts_only(artifact):
-    Path("notes.txt").write_text("mine")
-    assert "not a lipcert artifact" in refused("convert", *BY_NAME, "--out", "notes.txt")
-    assert Path("notes.txt").read_text() == "mine"
+    Path("notes.safetensors").write_text("mine")
+    assert "not a lipcert artifact" in refused("convert", *BY_NAME, "--out", "notes.safetensors")
+    assert Path("notes.safetensors").read_text() == "mine"
+    assert "folder is none; call it folder.safetensors" in refused("convert", *BY_NAME, "--out", "folder/")
     assert "file of the model itself" in refused("convert", "model.safetensors", "--out", "model.safetensors")
-    assert "cannot make the folder notes.txt" in refused("convert", *BY_NAME, "--out", "notes.txt/a.safetensors")
+    below = refused("convert", *BY_NAME, "--out", Path("notes.safetensors", "a.safetensors"))
+    assert "cannot make the folder notes.safetensors" in below
     run("convert", *BY_NAME, "--out", "new/folder/a.safetensors")
     assert read_metadata("new/folder/a.safetensors")["recipe"][0]["data"] == "random"
     before = Path("model.safetensors").read_bytes()

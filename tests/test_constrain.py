@@ -609,10 +609,10 @@ def test_command_refuses_bad_input(folder):
     assert "there is no image, folder" in refused(model, "--data", "none")
     Path("empty").mkdir()
     assert "holds no images" in refused(model, "--data", "empty")
-    Path("notes.txt").write_text("mine")
-    assert "not a lipcert artifact" in refused(*command, "--out", "notes.txt")
+    Path("notes.safetensors").write_text("mine")
+    assert "not a lipcert artifact" in refused(*command, "--out", "notes.safetensors")
     assert "file of the model itself" in refused(*command, "--out", model)
-    assert sorted(path.name for path in Path().iterdir()) == ["empty", "images", model, "notes.txt"]
+    assert sorted(path.name for path in Path().iterdir()) == ["empty", "images", model, "notes.safetensors"]
 
 
 def test_a_stopped_command_writes_nothing(folder, monkeypatch):

@@ -1051,11 +1051,11 @@ def test_a_stopped_command_goes_on(folder, monkeypatch) -> None:
 
 def test_what_the_command_refuses(folder) -> None:
     small = "small.lipcert.safetensors"
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.safetensors").write_text("mine")
     (folder / "flat").mkdir()
     Image.new("RGB", (8, 8)).save(folder / "flat" / "a.png")
     assert "file of the model itself" in refused(small, *SHORT, "--out", small)
-    assert "not a lipcert artifact" in refused(small, *SHORT, "--out", "notes.txt")
+    assert "not a lipcert artifact" in refused(small, *SHORT, "--out", "notes.safetensors")
     assert "the loss is one of adversarial" in refused(small, *SHORT, "--loss", "hinge")
     assert "flat has no labels" in refused(small, "--data", "flat", "--eps", "0.1")
     other = refused("lip_convnet_4c3f", "--no-pretrained", "--model-args", "num_classes=3", *SHORT)
@@ -1074,8 +1074,8 @@ def test_what_the_command_refuses(folder) -> None:
         "use a smaller learning rate"
         in run(small, *SHORT[:4], "--batch-size", 5, "--epochs", 1, "--lr", "1e29", code=2).stderr
     )
-    assert (folder / "notes.txt").read_text() == "mine"
-    assert sorted(p.name for p in folder.iterdir()) == ["flat", "images", "notes.txt", small]
+    assert (folder / "notes.safetensors").read_text() == "mine"
+    assert sorted(p.name for p in folder.iterdir()) == ["flat", "images", "notes.safetensors", small]
 
 
 @pytest.fixture

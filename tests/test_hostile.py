@@ -532,17 +532,22 @@ def test_artifacts_whose_images_cannot_be_cut(saved, tmp_path, config):
 @pytest.mark.parametrize("target", [".", "..", "../..", "/"])
 def test_links_to_folders_above_them(tmp_path, target):
     """The same images over and over, or the whole disk."""
+
+    def check():
+        opened = open_images(images, classifier())
+        assert (len(opened), opened.notes) == (2, ["1 file of other formats left out: 1 link to a folder around it"])
+
     images = tmp_path / "images"
     for name in "ab":
         (images / name).mkdir(parents=True)
         noise().save(images / name / "0.png")
     (images / "b" / "c").mkdir()
     (images / "b" / "c" / "d").symlink_to("..", target_is_directory=True)
-    assert "Too many levels" in refused(open_images, images, classifier())
+    check()
     (images / "b" / "c" / "d").unlink()
     link = images / "a" / "link"
     link.symlink_to(target, target_is_directory=True)
-    assert "Too many levels" in refused(open_images, images, classifier())
+    check()
     link.unlink()
     (tmp_path / "other").mkdir()
     noise().save(tmp_path / "other" / "0.png")

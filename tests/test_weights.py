@@ -2,7 +2,9 @@
 
 import argparse
 import collections
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch import nn
 import lipcert
 from lipcert.errors import InputError, LipcertError, LoadError
 from lipcert.inputs.loading import load
+from lipcert.inputs.weights import read_checkpoint
 
 CAIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 3}
 NAME, GIVEN = "resnet10t", {"num_classes": 3, "input_size": (3, 32, 32)}
@@ -487,3 +490,26 @@ def test_arguments_that_do_not_show_are_given(tmp_path):
         lipcert.finetune(net, [(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))], eps=0.1, epochs=1, loss="ce")
     lipcert.save(net, tmp_path / "m.safetensors", arguments={"init_values": 0.1})
     assert lipcert.load(tmp_path / "m.safetensors").source["arguments"]["init_values"] == 0.1
+
+
+@pytest.mark.parametrize(("reader", "name"), [("torch.load", "w.pth"), ("safetensors.safe_open", "w.safetensors")])
+def test_what_the_system_does_not_give_is_not_said_to_be_damaged(net, tmp_path, monkeypatch, reader, name):
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    (torch.save if name == "w.pth" else safetensors.torch.save_file)(net.state_dict(), tmp_path / name)
+    monkeypatch.setattr(reader, stale)
+    with pytest.raises(LoadError, match=rf"cannot read .*{name}: {os.strerror(errno.ESTALE)}$"):
+        read_checkpoint(tmp_path / name)
+
+
+def test_weights_on_a_file_system_that_maps_no_files(net, tmp_path, monkeypatch):
+    def unmapped(*args, mmap=None, **options):
+        if mmap:
+            raise RuntimeError("unable to mmap 99 bytes from file <w.pth>: No such device (19)")
+        return read(*args, **options)
+
+    read = torch.load
+    torch.save(net.state_dict(), tmp_path / "w.pth")
+    monkeypatch.setattr(torch, "load", unmapped)
+    assert same(load(NAME, checkpoint=tmp_path / "w.pth", **GIVEN), net)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from lipcert.denoisers import Denoised, is_named
 from lipcert.errors import InputError, LipcertError, LoadError, as_given, first_line
-from lipcert.inputs.files import WEIGHTS, File, no_file, replacing
+from lipcert.inputs.files import File, no_file, replacing
 from lipcert.inputs.matching import check_finite
 from lipcert.inputs.sources import is_artifact
 from lipcert.inputs.timm_networks import WEIGHT_ARGUMENTS, create_net
@@ -145,7 +145,7 @@ def check_free(
     Other content is a file that is not an artifact, another architecture, a model that was constrained or fine-tuned
     where the new one is not, and one that went through the step with other settings, or through others before it.
     """
-    if path.suffix in {*WEIGHTS, ".onnx"} - {".safetensors"}:
+    if path.suffix != ".safetensors":
         raise InputError(f"an artifact is a safetensors file, and {path} is none; call it {path.stem}.safetensors")
     if force or not os.path.exists(path):
         return

@@ -57,6 +57,15 @@ def no_file(path: File, more: str = "") -> LoadError:
     return LoadError(f"there is no file {name}{more}")
 
 
+@contextmanager
+def reading(path: File) -> Iterator[None]:
+    """A block that reads a file; the system's errors say nothing of its content."""
+    try:
+        yield
+    except OSError as error:
+        raise LoadError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def check_there(*files: Path | None) -> None:
     """Refuses files that do not exist; None passes."""
     for file in files:

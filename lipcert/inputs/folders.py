@@ -112,7 +112,10 @@ def in_folder(folder: Path, spec: str) -> Files:
                 for entry in entries:
                     if _is_hidden(entry.name):
                         continue
-                    if entry.is_dir():
+                    real = os.path.realpath(entry.path) if entry.is_symlink() else None
+                    if real is not None and Path(os.path.realpath(place)).is_relative_to(real):
+                        files.others["link to a folder around it"] += 1
+                    elif entry.is_dir():
                         files.folders.add(start + entry.name)
                         waiting.append((entry.path, f"{start}{entry.name}/"))
                     else:
@@ -134,7 +137,9 @@ def in_tar(path: Path, spec: str) -> Files:
     files = Files(spec, opened, archive=True)
     for member in archive:
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
-        if not parts or ".." in parts or any(map(_is_hidden, parts)):
+        if not parts or any(map(_is_hidden, parts)):
+            if ".." in parts:
+                files.others["path out of the archive"] += 1
             continue
         files.folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + member.isdir())}
         if not member.isdir():

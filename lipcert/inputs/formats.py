@@ -163,11 +163,8 @@ def told(file: BinaryIO | Path, name: object) -> str | None:
 
 def reader_of(path: Path) -> Reader:
     """The reader of the weights in a file; a LoadError names the format of any other file, and what to do."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-    except OSError as error:
-        raise LoadError(f"cannot read {path}: {error.strerror or error}") from error
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
     for name, text in _PARTS:
         if fnmatch.fnmatch(path.name, name):
             raise refusal(path, text)
@@ -206,7 +203,7 @@ def _check_archive(path: Path) -> None:
             damaged = archive.testzip()
             if damaged is not None:
                 raise ValueError(f"the checksum of {shortened(damaged)} is wrong")
-    except LoadError:
+    except (LoadError, OSError):
         raise
     except Exception as error:  # of zipfile and zlib: there are many
         raise LoadError(f"{path} is a damaged or incomplete archive: {first_line(error)}; download it again") from error

@@ -11,7 +11,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lipcert.errors import LoadError, first_line, shortened
 from lipcert.inputs import formats
-from lipcert.inputs.files import WEIGHTS, listing, no_file
+from lipcert.inputs.files import WEIGHTS, listing, no_file, reading
 from lipcert.inputs.recorded import NESTED, WRAPPERS, Omitted, is_architecture, normalisation, numbers_of, of_training
 
 # Modules around a part of a network, of torch.compile, of activation checkpoints and of sharding, in names of tensors.
@@ -66,14 +66,15 @@ def _read_file(path: Path) -> StoredWeights:
         raise formats.of_folder(path, WEIGHTS)
     if not path.is_file():
         raise no_file(path)
-    reader = formats.reader_of(path)
+    with reading(path):
+        reader = formats.reader_of(path)
+        content = None if reader == "safetensors" else _torch_load(path, reader == "zip")
     if reader == "safetensors":
         keys, metadata = keys_of(path)
         if not keys:
             raise LoadError(f"{path} holds no state dict: it has no tensors")
         name = metadata.get("architecture")
         return StoredWeights(_Lazy(dict.fromkeys(keys, path)), name if is_architecture(name) else None)
-    content = _torch_load(path, reader == "zip")
     recorded = content if isinstance(content, Mapping) else {}
     name, arguments, pixels = of_training(recorded)
     return StoredWeights(_tensors(content, path), name, arguments, {**normalisation(recorded, path), **pixels})
@@ -123,9 +124,9 @@ def keys_of(path: Path) -> tuple[list[str], dict[str, str]]:
 def _opened(path: Path) -> Iterator[Any]:
     """An open safetensors file; what fails within the block is a LoadError."""
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
+        with reading(path), safetensors.safe_open(path, framework="pt") as file:
             yield file
-    except (safetensors.SafetensorError, OSError, ValueError, AttributeError) as error:  # types that torch lacks
+    except (safetensors.SafetensorError, ValueError, AttributeError) as error:  # types that torch lacks
         if "expected a string" in (reason := first_line(error)):
             raise formats.refusal(path, formats.METADATA) from error
         raise LoadError(f"{path} is not a safetensors file, or is damaged: {reason}; download it again") from error
@@ -181,6 +182,8 @@ def _torch_load(path: Path, archive: bool) -> Any:
             what = f"was saved with pickle protocol {protocol}, and torch's safe loader reads {_PROTOCOL}"
             raise formats.refusal(path, what + formats.RESAVE) from error
         raise formats.refusal(path, "holds Python objects besides tensors, never run" + formats.STATE) from error
+    except OSError:
+        raise
     except Exception as error:
         raise LoadError(f"{path} is damaged: {first_line(error)}; download it again") from error
 
@@ -200,7 +203,9 @@ def _tensors_of(path: Path, archive: bool, omitted: Sequence[str]) -> Any:
     with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ignore warnings about pickle protocols; unreadable files raise
         # A mapped file is read when a tensor is used. Only torch's newer format, a zip archive, can be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+        with suppress(RuntimeError):  # of file systems that do not map
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
