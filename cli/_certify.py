@@ -88,10 +88,6 @@ class Plan:
     part: int = 0
     parts: int = 1
 
-    @property
-    def several_models(self) -> bool:
-        return len(self.sources) > 1
-
 
 @options_of(settings=CertifySettings, source=ModelOptions, plan=Plan)
 def certify(

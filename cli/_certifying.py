@@ -86,12 +86,12 @@ def run(plan: Plan) -> None:
     keep = not plan.no_out and plan.out is None and parts == 1
     plan = replace(plan, workers=workers, keep=keep, part=part, parts=parts)
     with torchrun():
-        if plan.several_models:
+        if len(plan.sources) > 1:
             outcomes, failed = _certify_all(plan, processes)
         else:
             outcomes, failed = _certify_one(plan, plan.sources[0], plan.out, processes), []
 
-        several = plan.several_models or len(plan.settings) > 1
+        several = len(plan.sources) > 1 or len(plan.settings) > 1
         if plan.as_json:
             runs = [outcome.run for outcome in outcomes]
             summaries = [{**run.summary, "facts": record(run, run.every_eps)} for run in runs]
@@ -156,7 +156,7 @@ def _certify_one(plan: Plan, source: Source, out: Path | None, processes: Proces
     check_environment(torch.device("cpu"))
     weights = plan.source.checkpoint
     label = source.label + (f", weights {weights.name or weights.absolute().name}" if weights else "")
-    loaded = load_model(source, plan.source, denoiser=plan.denoiser, of_several=plan.several_models)
+    loaded = load_model(source, plan.source, denoiser=plan.denoiser, of_several=len(plan.sources) > 1)
     random = untrained(loaded.net, plan.source)
     if random:
         label += ", random weights: nothing to certify"

@@ -162,15 +162,11 @@ def _joined(args: Sequence[str]) -> list[str]:
 _HOME = re.compile(r"^(--[\w-]+=)?(~/.*)", re.DOTALL)
 
 
-def _expanded(found: re.Match[str]) -> str:
-    return (found[1] or "") + os.path.expanduser(found[2])
-
-
 class _Command(typer.core.TyperCommand):
     """A command whose help shows options under headings. An option that is given twice combines, or is refused."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        args = [_HOME.sub(_expanded, one) for one in _joined(args)]
+        args = [_HOME.sub(lambda found: (found[1] or "") + os.path.expanduser(found[2]), one) for one in _joined(args)]
         if long := next((one for one in args if one.startswith(("–", "—"))), None):
             ctx.fail(f"{long} begins with a long dash; type --{long.lstrip('–—')}")
         if not ctx.resilient_parsing:

@@ -16,7 +16,6 @@ from lipcert.settings import ConstrainSettings
 
 from ._advice import CHANGED, Status, advise
 from ._options import AsJson, Classes, Data, Force, Labels, Limit, ModelName, ModelOptions, options_of, out
-from ._output import output
 from ._parse import parse_duration
 from ._print import busy, near, percent, print_facts, print_json, print_table, progress, say, start, upper, words_of
 
@@ -54,7 +53,7 @@ def constrain(
     from lipcert.inputs.batches import EVERY
     from lipcert.inputs.data import open_images
 
-    from ._loading import load_model, model_options, show_preprocessing, status_of, torchrun, untrained
+    from ._loading import load_model, model_options, output, show_preprocessing, status_of, torchrun, untrained
 
     batch = 8 * EVERY  # so that the held-out images do not depend on the number of processes
     with torchrun() as processes:

@@ -14,7 +14,6 @@ from lipcert.settings import check, option
 
 from ._advice import CHANGED, advise
 from ._options import AsJson, Force, ModelOptions, options_of, out
-from ._output import output
 from ._print import busy, print_facts, print_json, progress, say, start, upper
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def convert(
     from lipcert.inputs.data import open_images
     from lipcert.surgery import convert as convert_model
 
-    from ._loading import load_model, model_options, show_preprocessing, status_of, untrained
+    from ._loading import load_model, model_options, output, show_preprocessing, status_of, untrained
 
     loaded = load_model(named, asked)
     path = output(out, loaded.source.get("name", named.stem), named, asked.files, loaded, "convert", force)

@@ -34,9 +34,8 @@ from lipcert.training import finetune as train
 
 from ._advice import TEN_MINUTES, Advice, advise
 from ._finetune import Plan, TrainingImages
-from ._loading import load_model, show_preprocessing, status_of, torchrun
+from ._loading import load_model, output, show_preprocessing, status_of, torchrun
 from ._options import ModelOptions
-from ._output import output
 from ._print import busy, command, print_facts, print_json, progress, say, words_of
 
 _EVALUATED = 64

@@ -1,4 +1,4 @@
-"""Loads the model of a command, reports the preprocessing of images, and connects the processes of torchrun."""
+"""Loads the model of a command, chooses its output file, reports preprocessing, connects the processes of torchrun."""
 
 import contextlib
 import functools
@@ -7,13 +7,16 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lipcert.errors import InputError, LoadError, first_line
+from lipcert.inputs.artifact import check_free
 from lipcert.inputs.data import Images
 from lipcert.inputs.loading import load, number_of_classes
 from lipcert.inputs.preprocessing import in_words, preprocessing, remarks
@@ -140,6 +143,43 @@ def move_to(model: Model, device: str) -> None:
         model.to(torch.device(name))
     except (RuntimeError, AssertionError) as error:  # torch raises AssertionError if it was built without CUDA
         raise InputError(f"there is no device {name!r} here; give --device cpu, or leave it out") from error
+
+
+def output(
+    out: Path | None,
+    stem: str,
+    source: Source,
+    weights: Sequence[Path],
+    model: Model,
+    step: str,
+    force: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """The file to write: ``out``, or one that is named ``stem``, with a number where that holds something else.
+
+    It replaces no input, and, unless forced, only a result of the same step and settings.
+
+    Raises:
+        InputError: ``out`` is not free, or its folder cannot be made.
+    """
+    names = (f"{stem}{'' if number == 1 else f'.{number}'}.lipcert.safetensors" for number in count(1))
+    for path in [out] if out else map(Path, names):
+        try:
+            if any(file.exists() and path.exists() and path.samefile(file) for file in (Path(source.name), *weights)):
+                raise InputError(f"{path} is a file of the model itself; give another --out")
+            check_free(path, model, force, step, settings)
+            break
+        except InputError:
+            if out or not path.is_file():
+                raise
+            say(f"note: {path} has other content and is not overwritten")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {path.parent}: {error.strerror or error}") from error
+    if not any(os.access(place, os.W_OK) for place in (path.parent, path)):
+        raise InputError(f"cannot write {path}: permission denied; give --out in another folder")
+    return path
 
 
 def show_data(images: Images) -> None:

@@ -105,8 +105,7 @@ _CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotati
 
 def _of_python(one: Field[Any]) -> Sequence[str]:
     """The choices of a field that only calls from Python have."""
-    python = one.metadata.get("python", False)
-    return () if isinstance(python, bool) else python
+    return () if one.metadata.get("python") in (None, False, True) else one.metadata["python"]
 
 
 def _parameter(one: Field[Any]) -> inspect.Parameter:

@@ -71,13 +71,12 @@ _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"version https://git-lfs", "is a Git LFS pointer, not the file itself; get that by git lfs pull"),
     (rb"(\.\./|\./|/)?\S*annex/objects/", "is a git-annex pointer, not the file itself; get that by git annex get"),
     (rb"(outs|md5):\s", "is a DVC pointer, not the file itself; get that by dvc pull"),
-    (rb"(?i)\s*(<!doctype html|<html|<head)", "is a web page, such as an error or a login; download the file again"),
     (rb"(?s)\s*(<\?xml[^>]*>\s*)?<net ", _OTHER),
     (
         rb"(?s)\s*(<(\?xml|!--|!DOCTYPE svg).*)?<svg|.{4}(ftyp|JXL |jP  )|\xff(\x0a|\x4f\xff\x51)|.{128}DICM|8BPS",
         "is of a kind that is not read (SVG, HEIC, AVIF, JPEG XL, JPEG 2000, DICOM, PSD, video); convert it to PNG",
     ),
-    (rb"\s*<", "is XML, such as a server's error; download the file again"),
+    (rb"\s*<", "is a web page or XML, such as an error or a login; download the file again"),
     (rb"\x1f\x8b", "is compressed by gzip; unpack it: gunzip < {path} > unpacked (of a .tar.gz: tar xf {path})"),
     (rb"BZh", "is compressed by bzip2; unpack it: bunzip2 < {path} > unpacked (of a .tar.bz2: tar xf {path})"),
     (rb"\xfd7zXZ", "is compressed by xz; unpack it: unxz < {path} > unpacked (of a .tar.xz: tar xf {path})"),
@@ -91,8 +90,7 @@ _ANY: tuple[tuple[bytes, str], ...] = (
     (rb"PK\x03\x04", "is a zip archive, as workbooks of Excel are; unpack it, or save the workbook as CSV (UTF-8)"),
     (rb"\xd0\xcf\x11\xe0", "is a document of an older Office; save it as CSV (UTF-8)"),
     (rb"PAR1|ARROW1|SQLite", "is a table of Parquet, Arrow or SQLite; export it as CSV, or its images as files"),
-    (rb"%PDF", "is a PDF; give the file itself"),
-    (rb"\x7fELF|MZ|#!", "is a program; give the file itself"),
+    (rb"%PDF|\x7fELF|MZ|#!", "is a PDF or a program; give the file itself"),
 )
 # By the first bytes of a file of images or a list.
 _OF_ARRAYS = ((rb"\x93NUMPY|\x89HDF|MATLAB|\x80[\x02-\x05]|\0\0[\x08\x09\x0b-\x0e][\x01-\x04]", _ARRAYS),)
