@@ -27,15 +27,7 @@ from lipcert.inputs.timm_networks import is_configured
 from lipcert.model import Model
 from lipcert.numerics import as_assumed, check_environment
 from lipcert.report import OVERVIEW, facts, other_order, overview, record, seconds
-from lipcert.results import (
-    Run,
-    certifier_for,
-    free_file,
-    shard_path,
-    sigma_choice_of,
-    summary,
-    summary_path,
-)
+from lipcert.results import Run, certifier_for, free_file, shard_path, sigma_choice_of, summary, summary_path
 from lipcert.results.description import describe
 from lipcert.results.progress import certify_in_memory, certify_to_file
 from lipcert.settings import AUTO, LOOSE, SMOOTHING, STAGED, CertifySettings, shown
@@ -43,15 +35,7 @@ from lipcert.smoothing import CHOOSING, DRAWS, LEAST, SELECTION, choose_sigma
 
 from ._advice import Advice, Status, advise
 from ._certify import Plan
-from ._loading import (
-    load_model,
-    model_options,
-    seconds_a_draw,
-    show_preprocessing,
-    status_of,
-    torchrun,
-    untrained,
-)
+from ._loading import load_model, model_options, seconds_a_draw, show_preprocessing, status_of, torchrun, untrained
 from ._print import (
     busy,
     command,

@@ -13,18 +13,7 @@ from lipcert.errors import InputError
 from lipcert.inputs.sources import Source
 from lipcert.settings import COUNT, INSIDE, RECIPES, FinetuneSettings, check, option, recipe_settings, settings_of
 
-from ._options import (
-    LIMIT,
-    AsJson,
-    Classes,
-    Force,
-    ModelName,
-    ModelOptions,
-    TimeBudget,
-    choice,
-    options_of,
-    out,
-)
+from ._options import LIMIT, AsJson, Classes, Force, ModelName, ModelOptions, TimeBudget, choice, options_of, out
 from ._parse import parse_duration
 from ._print import start
 
