@@ -359,9 +359,9 @@ class _ReadImages(Images):
         if not len(source):
             raise InputError(f"{spec} holds no images; name another split, or other data")
         super().__init__(spec, total=len(source), limit=limit)
-        self.split, self.labels_by = getattr(source, "split", None), getattr(source, "labels_by", None)
-        self.notes += getattr(source, "notes", [])
+        self.split = getattr(source, "split", None)
         if isinstance(source, ImageFiles):
+            self.labels_by, self.notes = source.labels_by, source.notes
             self.labelled, self.class_names = source.targets is not None, source.class_names
             if source.classes is not None:
                 self._compare_classes(f"{spec} has", source.classes, classes)

@@ -37,11 +37,7 @@ SUFFIXES = frozenset(
 )  # fmt: skip
 # What lies beside images and is none, so that nobody misses it.
 _TEXTS = frozenset((".txt", ".md", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml", ".yml", ".html", ".pdf", ".db"))
-_WORDS = {
-    "train": "train(?:ing)?|tr",
-    "val": "val(?:id(?:ation)?)?|dev|eval|holdout",
-    "test": "test(?:ing)?",
-}
+_WORDS = {"train": "train(?:ing)?|tr", "val": "val(?:id(?:ation)?)?|dev|eval|holdout", "test": "test(?:ing)?"}
 _SPLITS = {split: rf"(?:{words})[\W_]?(?:set|data|images|\d{{4}})?" for split, words in _WORDS.items()}
 # The splits that a purpose takes, in this order.
 WANTED = {"train": ("train",), "certify": ("val", "test", "train"), "calibrate": ("train",), "predict": ()}

@@ -21,6 +21,7 @@ from lipcert.model import unusable
 
 # Tensors that tools add to a state dict and that no network reads.
 _ADDED = ("total_ops", "total_params", "n_averaged", "_extra_state")
+_UNUSED = "num_batches_tracked"  # of batch normalisation, in training alone
 # Names that tell that the stored weights are not those of the network, and what to do.
 _DERIVED = (
     (r"lora_|\.base_layer\.", "holds LoRA adapters; merge them first by merge_and_unload() of peft, and save that"),
@@ -32,10 +33,7 @@ _DERIVED = (
 )
 # Names of tensors that timm's networks do not have, and what to do.
 _FOREIGN = (
-    (
-        r"\.parametrizations\.|weight_(g|v|orig|mask)$",
-        "remove weight norm, spectral norm, pruning or the like first",
-    ),
+    (r"\.parametrizations\.|weight_(g|v|orig|mask)$", "remove weight norm, spectral norm, pruning or the like first"),
     (r"\.aux_bn\.", "its split batch normalisation is for training alone; save it without tensors of aux_bn"),
     (r"(^|[._])reparam", "its branches were fused, as by reparameterize_model; give the weights from before that"),
 )
@@ -69,8 +67,7 @@ def load_weights(
             raise LoadError(f"{file} {problem}")
     heads_at = getattr(net, "pretrained_cfg", {}).get("classifier") or ()
     places = tuple(f"{place}." for place in ([heads_at] if isinstance(heads_at, str) else heads_at))
-    counted = [key for key in tensors if not key.endswith("num_batches_tracked")]  # that one is not used
-    needed = [key for key in counted if not key.startswith(places)]
+    needed = [key for key in tensors if not key.endswith(_UNUSED) and not key.startswith(places)]
     prefix = _prefix(state, needed, file)
     found = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
     outside = [key for key in state if not key.startswith(prefix)]
@@ -111,7 +108,7 @@ class _Difference:
 
     def __post_init__(self) -> None:
         tensors, state, found = self.tensors, self.state, self.found
-        counted = [key for key in tensors if not key.endswith("num_batches_tracked")]  # that one is not used
+        counted = [key for key in tensors if not key.endswith(_UNUSED)]
         self.extra = [key for key in found if key not in tensors and key.rpartition(".")[2] not in _ADDED]
         self.missing = [key for key in counted if key not in found]
         self.shapes = {k: (tuple(state[found[k]].shape), tuple(tensors[k].shape)) for k in tensors if k in found}
