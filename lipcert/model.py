@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 import sys
 import threading
@@ -63,8 +64,8 @@ def uncompiled(model: Any) -> Any:
 def network_of(model: Any) -> Any:
     """The network of a smoothed classifier; any other module itself, without a ``torch.compile`` wrapper."""
     model = uncompiled(model)
-    forward = type(model).forward if isinstance(model, nn.Module) else None
-    return model.network if getattr(forward, "__module__", "").startswith("lipcert.smoothing.") else model
+    forward = inspect.getattr_static(type(model), "forward", None)  # that of TorchScript is a descriptor
+    return model.network if str(getattr(forward, "__module__", "")).startswith("lipcert.smoothing.") else model
 
 
 def checked(model: object, **pixels: Any) -> Model:
@@ -329,9 +330,10 @@ def copy_of(module: M) -> M:
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Refuses sparse and nested tensors."""
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise InputError(f"{what} must be a dense tensor, got a {'nested' if tensor.is_nested else 'sparse'} one")
+    """Refuses sparse and nested tensors, and those without values."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else "sparse"
+        raise InputError(f"{what} must be a dense tensor, got a {kind} one")
 
 
 def check_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:

@@ -643,6 +643,12 @@ def test_a_bias_may_be_any_module():
 def test_torchscript_is_refused_and_compiled_modules_are_taken_for_what_they_were_made_of():
     with pytest.raises(InputError, match="TorchScript"):
         loaded(torch.jit.trace(Kept(), torch.rand(1, *SIZE), check_trace=False))
+    pixels: Any = {"mean": (0, 0, 0), "std": (1, 1, 1), "input_size": SIZE}
+    net, image = nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), torch.rand(1, *SIZE)
+    with pytest.raises(InputError, match="the module is TorchScript"):
+        lipcert.certify(torch.jit.trace(net, image), image, eps=0.01, **pixels)
+    traced = lipcert.certify(torch.fx.symbolic_trace(net), image, eps=0.01, **pixels)
+    assert torch.equal(traced.radius, lipcert.certify(net, image, eps=0.01, **pixels).radius)
     net = Kept()
     net.embed = torch.jit.trace(net.embed, torch.rand(1, *SIZE))
     with pytest.raises(InputError, match="embed of the module is TorchScript"):
