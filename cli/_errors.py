@@ -19,10 +19,14 @@ R = TypeVar("R")
 
 def again_if_lost(lost: Any) -> None:
     """In place of ``sys.unraisablehook``: interrupts again where Python drops exceptions, as in weakref callbacks."""
-    if issubclass(lost.exc_type, KeyboardInterrupt):
-        threading.Timer(0.01, _thread.interrupt_main).start()  # here it would be dropped, too
-    else:
-        sys.__unraisablehook__(lost)
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        return sys.__unraisablehook__(lost)
+    while True:
+        try:
+            threading.Timer(0.01, _thread.interrupt_main).start()  # here it would be dropped, too
+            return
+        except KeyboardInterrupt:  # on a busy machine it comes before the timer's thread is known to run
+            pass
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:

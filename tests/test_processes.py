@@ -8,6 +8,7 @@ import textwrap
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import lipcert
 from lipcert.certvit import Moments, Task, solve_layers
+from lipcert.cli import _errors
 from lipcert.errors import InputError
 from lipcert.inputs.artifact import load_artifact
 from lipcert.inputs.processes import Processes
@@ -283,6 +285,19 @@ def test_an_interruption_in_a_callback_is_not_lost(name):
     words = [sys.executable, "-c", textwrap.dedent(script).replace("NAME", name)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "lipcert: interrupted\n")
+
+
+def test_an_interruption_that_comes_while_it_is_made_again_is_not_lost(monkeypatch):
+    started = []
+
+    def start():
+        started.append(len(started))
+        if len(started) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_errors, "threading", SimpleNamespace(Timer=lambda *_: SimpleNamespace(start=start)))
+    _errors.again_if_lost(SimpleNamespace(exc_type=KeyboardInterrupt))
+    assert started == [0, 1]
 
 
 @pytest.mark.slow
