@@ -98,8 +98,8 @@ def radii(
     """Classes and radii by method, or why it refuses."""
     model = lipcert.load(network.eval(), mean=(0.0,), std=(1.0,), input_size=_SIZE).double()
     found: dict[str, tuple[list[int], list[float]] | str] = {}
-    once = {name: cache(getattr(_certifier, name)) for name in ("_as_deployed", "analyze")}
-    with mock.patch.multiple(_certifier, **once):  # for all methods
+    deployed, analyze = cache(_certifier._as_deployed), cache(_certifier.analyze)  # once for all methods
+    with mock.patch.object(_certifier, "_as_deployed", deployed), mock.patch.object(_certifier, "analyze", analyze):
         for method in methods:
             try:
                 result = Certifier(model, 1e-3, method, rigor="deterministic").run(images)
