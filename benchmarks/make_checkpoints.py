@@ -15,11 +15,12 @@
         --model both/anchored.safetensors
 
 The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar``, ``benchmarks.liresnet_cut``,
-``benchmarks.train_liresnet`` and ``benchmarks.liresnet_end``, rounded to float16, and of ``benchmarks.both_kinds``. A card shows up to 1,000 images at
-several ε, by a command that a user types, which is printed. Shares are those of ``benchmarks.certified_accuracy``, PGD
-on the same images included; where these are of one ε, the certified curve is that of the card. Where an attack on all
-images takes too long, a part of them is attacked, and the other shares are those of the card. All of it goes on where
-it was stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
+``benchmarks.train_liresnet`` and ``benchmarks.liresnet_end``, rounded to float16, and of ``benchmarks.both_kinds``. A
+card shows up to 1,000 images at several ε, by a command that a user types, which is printed. Shares are those of
+``benchmarks.certified_accuracy``, PGD on the same images included; where these are of one ε, the certified curve is
+that of the card. Where an attack on all images takes too long, a part of them is attacked, and the other shares are
+those of the card. All of it goes on where it was stopped. Writes lipcert/assets/certified.json, and beside it the files
+that its rows name.
 """
 
 from __future__ import annotations
