@@ -104,17 +104,19 @@ def _attacked() -> str:
         [method, f"{one['trials']:,}", f"{one['reached']:,}", f"{one['closest']:.4f}", f"{one['median']:.2f}"]
         for method, one in campaign["by_method"].items()
     ]
+    kinds = {"programs": "programs", "arguments": "calls", "scales": "networks, each at three other scales,"}
     counted = "; ".join(
-        f"of {fuzz[kind]['counted']:,} {kind}, {fuzz[kind]['held']:,} held, {fuzz[kind]['refused']:,} were refused, "
+        f"of {fuzz[kind]['counted']:,} {name} {fuzz[kind]['held']:,} held, {fuzz[kind]['refused']:,} were refused, "
         f"and {fuzz[kind]['false']} were false"
-        for kind in ("programs", "arguments")
+        for kind, name in kinds.items()
     )
     text = f"""{campaign["trials"]:,} radii of {campaign["networks"]} random networks were attacked;
 {len(campaign["violations"])} were broken. A ratio is the distance at which the attack changed the prediction, divided
 by the radius; a ratio below 1 means a false certificate.
 
-`benchmarks.fuzz` draws programs from torch's tensor API and attacks their certificates. It also calls
-single operations with unusual arguments and compares their bounds with measurements: {counted}.
+`benchmarks.fuzz` draws programs from torch's tensor API and attacks their certificates. It calls single operations with
+unusual arguments and compares their bounds with measurements. It multiplies the layers of networks by powers of two
+that cancel, after which no radius may be larger. Results: {counted}.
 """
     columns = ["method and arithmetic", "radii", "prediction changed", "smallest ratio", "median ratio"]
     return section("Radii under attack", columns, rows, text)
