@@ -8,18 +8,19 @@
     python -m benchmarks.make_checkpoints cifar10-liresnet-w128 --data ../shared/data/cifar10 --work w128 \
         --model liresnet-w128.safetensors
     python -m benchmarks.make_checkpoints cifar10-liresnet-108 --data ../shared/data/cifar10 --work far \
-        --model far.safetensors
+        --model end.safetensors
     python -m benchmarks.make_checkpoints cifar10-hybrid-l2 --data ../shared/data/cifar10 --work cut \
         --model cut/hybrid_l2-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
         --model both/anchored.safetensors
 
-The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar``, ``benchmarks.liresnet_cut`` and
-``benchmarks.train_liresnet``, rounded to float16, and of ``benchmarks.both_kinds``. A card shows up to 1,000 images at
-several ε, by a command that a user types, which is printed. Shares are those of ``benchmarks.certified_accuracy``, PGD
-on the same images included; where these are of one ε, the certified curve is that of the card. Where an attack on all
-images takes too long, a part of them is attacked, and the other shares are those of the card. All of it goes on where
-it was stopped. Writes lipcert/assets/certified.json, and beside it the files that its rows name.
+The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar``, ``benchmarks.liresnet_cut``,
+``benchmarks.train_liresnet`` and ``benchmarks.liresnet_end``, rounded to float16, and of ``benchmarks.both_kinds``. A
+card shows up to 1,000 images at several ε, by a command that a user types, which is printed. Shares are those of
+``benchmarks.certified_accuracy``, PGD on the same images included; where these are of one ε, the certified curve is
+that of the card. Where an attack on all images takes too long, a part of them is attacked, and the other shares are
+those of the card. All of it goes on where it was stopped. Writes lipcert/assets/certified.json, and beside it the files
+that its rows name.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "trained": ("python -m benchmarks.train_liresnet --data cifar10 --out liresnet-w128.safetensors",),
     },
     "cifar10-liresnet-108": {
-        "file": "cifar10_liresnet_108.safetensors", "method": "gloro", "attacked": 1000,
-        "trained": ("python -m benchmarks.train_liresnet --recipe far --data cifar10 --out far.safetensors",),
+        "file": "cifar10_liresnet_108.safetensors", "attacked": 500,
+        "trained": (
+            "python -m benchmarks.train_liresnet --recipe far --data cifar10 --out far.safetensors",
+            "python -m benchmarks.liresnet_end --model far.safetensors --data cifar10 --out end.safetensors",
+        ),
     },
     "cifar10-hybrid-l2": {
         "file": "cifar10_hybrid_l2.safetensors", "method": "gloro",
