@@ -330,10 +330,9 @@ def copy_of(module: M) -> M:
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Refuses sparse and nested tensors, and those without values."""
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
-        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else "sparse"
-        raise InputError(f"{what} must be a dense tensor, got a {kind} one")
+    """Refuses sparse and nested tensors."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise InputError(f"{what} must be a dense tensor, got a {'nested' if tensor.is_nested else 'sparse'} one")
 
 
 def check_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
