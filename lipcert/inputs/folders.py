@@ -97,6 +97,10 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name in _OF_SYSTEMS
 
 
+def _is_around(link: str, place: str) -> bool:
+    return Path(os.path.realpath(place)).is_relative_to(os.path.realpath(link))
+
+
 def in_folder(folder: Path, spec: str) -> Files:
     """The files of a folder; links are followed."""
     files = Files(spec, lambda path: (folder / path).open("rb"))
@@ -108,8 +112,7 @@ def in_folder(folder: Path, spec: str) -> Files:
                 for entry in entries:
                     if _is_hidden(entry.name):
                         continue
-                    real = os.path.realpath(entry.path) if entry.is_symlink() else None
-                    if real is not None and Path(os.path.realpath(place)).is_relative_to(real):
+                    if entry.is_symlink() and entry.is_dir() and _is_around(entry.path, place):
                         files.others["link to a folder around it"] += 1
                     elif entry.is_dir():
                         files.folders.add(start + entry.name)
