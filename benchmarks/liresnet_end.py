@@ -3,11 +3,11 @@
     python -m benchmarks.liresnet_end --model far.safetensors --data ../shared/data/cifar10 --out end.safetensors
 
 The layers up to the first activation of the neck stay as ``benchmarks.train_liresnet --recipe far`` has made them.
-Their output for all training images and their mirror images is computed once, in seven minutes, and kept beside the
-result. The dense layer and the head behind them are trained on it, half a minute an epoch: the loss is cross-entropy
-after every wrong class is given ε times a slope more, at most until it has won. The slope is K‖∇_c m‖, where c is that
-output, K the Lipschitz constant of the layers before it, and m the margin to the runner-up. ε grows from 0.3 to 0.85 in
-the first half of the training. The weights are averaged over the steps, and rounded to float16.
+Their output for all training images and their mirror images is computed once, and kept beside the result. The dense
+layer and the head behind them are trained on it: the loss is cross-entropy after every wrong class is given ε times a
+slope more, at most until it has won. The slope is K‖∇_c m‖, where c is that output, K the Lipschitz constant of the
+layers before it, and m the margin to the runner-up. ε grows from 0.3 to 0.85 in the first half of the training. The
+weights are averaged over the steps, and rounded to float16.
 """
 
 from __future__ import annotations

@@ -92,9 +92,8 @@ def advise(status: Status) -> Advice:
     if status.random:
         return Advice("", random_weights(status.model))
     if status.original:
-        known = len(status.original) == 1 and not os.path.isfile(
-            status.original[0]
-        )  # its accuracy may be lost in a file
+        # A file may hold a converted network, whose accuracy may be lost.
+        known = len(status.original) == 1 and not os.path.isfile(status.original[0])
         taught = ["--teacher", *status.original] if known else []
         smoothed = replace(status, model=status.original, original=(), log10=math.inf)
         return Advice(

@@ -259,7 +259,7 @@ def start(*files: Path | None, data: str | list[str] | None = None) -> None:
             importlib.import_module("lipcert.inputs.loading")
         except (KeyError, ValueError) as error:  # of a variable that torch, timm or the hub reads
             text = str(error)
-            names = [name for name, value in os.environ.items() if f"{name}=" in text or f"'{value}'" in text]
+            names = [name for name, value in os.environ.items() if f"{name}=" in text or f"'{value or name}'" in text]
             remedy = f"correct or unset {', '.join(names) or 'the variables of the environment that they read'}"
             raise InputError(f"cannot import torch and timm: {first_line(error)}; {remedy}") from error
 
