@@ -24,7 +24,9 @@ def verify(
         str, typer.Argument(metavar="MODEL", help="The model that was certified: a name, an id, a path, or bundled.")
     ],
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The file that certify --out wrote.")],
-    sample: Annotated[int, typer.Option(help="Number of rows to recompute, drawn at random.")] = SAMPLE,
+    sample: Annotated[
+        int | None, typer.Option(help=f"Number of rows to recompute, drawn at random: {SAMPLE} by default.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Recompute all rows.")] = False,
     data: Annotated[str | None, typer.Option(help="The images, if they have moved.")] = None,
     classes: Classes = None,
@@ -42,7 +44,10 @@ def verify(
 
     The name, command, time and machine of the run are not checked.
     """
-    if sample < 1:
+    if everything and sample is not None:
+        raise InputError("--all and --sample contradict each other; give one of them")
+    number = SAMPLE if sample is None else sample
+    if number < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     if Path(model).suffix == ".jsonl" or results.suffix == ".safetensors":
         raise InputError(f"MODEL comes first, then RESULTS: lipcert verify {results} {model}")
@@ -84,7 +89,7 @@ def verify(
     if run.attacked and attack_of(run) is None:
         say(f"note: the results of {run.attack_name} are not recomputed; only pgd is")
     with as_assumed(loaded.device, settings.rounded_as), progress("verifying") as update:
-        verdicts = list(verify_rows(run, loaded, images, None if everything else sample, update))
+        verdicts = list(verify_rows(run, loaded, images, None if everything else number, update))
     rows = [verdict for verdict in verdicts if verdict.index is not None]
     refuted = sum(row.objection is not None and not row.unsettled for row in rows)
     unsettled = sum(row.unsettled for row in rows)

@@ -448,6 +448,7 @@ def test_images_that_are_not_there(results):
     rows[0]["index"] = 10**6
     assert "image 1000000" in verified(code=2).stderr
     assert "at least 1" in run("verify", "bundled", "r.jsonl", "--sample", "0", code=2).stderr
+    assert "give one of them" in run("verify", "bundled", "r.jsonl", "--all", "--sample", "3", code=2).stderr
 
 
 def test_nobody_knows_before_which_rows_are_recomputed(results):
