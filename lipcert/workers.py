@@ -16,6 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from lipcert.errors import InputError
+
 _STARTING = threading.Lock()
 
 # Memory of a worker besides that of its images.
@@ -46,7 +48,18 @@ def default_workers(need: float = 0.0) -> int:
     """One process for each core, this one among them, as far as each has the memory it needs; 0 for less than two."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(cores, int(main_memory_left() / 2 / (need + _OF_A_WORKER)))
-    return count if count > 1 else 0
+    return count if count > 1 and not _obstacle() else 0
+
+
+def _obstacle() -> str:
+    """Why no process can be started from this one; "" where it can."""
+    if multiprocessing.current_process().daemon:
+        return "this process is daemonic, as those of Celery are"
+    try:
+        multiprocessing.Lock()
+    except (ImportError, OSError) as error:  # in AWS Lambda
+        return f"the system gives no semaphores: {error}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -69,6 +82,8 @@ def worker_pool(count: int) -> Iterator[ProcessPoolExecutor]:
     Args:
         count: number of processes, at least 1.
     """
+    if obstacle := _obstacle():
+        raise InputError(f"workers cannot be started: {obstacle}; use --workers 0")
     threads = max(1, (os.cpu_count() or 1) // count)
     context, preparation = _Context(), pickle.dumps(_Call(_prepare, threads))
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=pickle.loads, initargs=(preparation,))

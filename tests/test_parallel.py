@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -32,7 +33,7 @@ from lipcert.inputs.processes import Processes
 from lipcert.numerics import is_out_of_memory, memory_left
 from lipcert.results import _parallel
 from lipcert.results.progress import Remaining
-from lipcert.workers import worker_pool
+from lipcert.workers import default_workers, worker_pool
 
 EPS = "36/255"
 GLORO = ["--eps", EPS, "--method", "gloro", "--limit", "60"]
@@ -102,6 +103,19 @@ def test_workers_start_without_torch():
     """
     found = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
     assert found.stdout == "True\n"
+
+
+@pytest.mark.parametrize("obstacle", ["daemonic", "semaphores"])  # as under Celery and in AWS Lambda
+def test_where_no_process_can_be_started_there_are_no_workers(obstacle, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
+    assert default_workers() > 1
+    if obstacle == "daemonic":
+        monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    else:
+        monkeypatch.setattr(multiprocessing, "Lock", lambda: Path("missing").read_bytes())  # an OSError
+    assert default_workers() == 0
+    with pytest.raises(InputError, match=f"{obstacle}.*; use --workers 0"), worker_pool(2):
+        pass
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["workers start after a batch", "workers start at once"])
