@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import copy
 import errno
 import json
 import os
@@ -90,6 +91,13 @@ def test_weights_are_those_of_the_file(net, tmp_path, kind):
 def test_safetensors_with_and_without_prefixes(net, tmp_path, prefix):
     safetensors.torch.save_file(prefixed(net, prefix), tmp_path / "w.safetensors")
     assert same(load(NAME, checkpoint=tmp_path / "w.safetensors", **GIVEN), net)
+
+
+def test_tensors_that_safetensors_stores_under_one_of_their_names(net, tmp_path):
+    tied = copy.deepcopy(net)
+    tied.layer1[0].bn1.weight = tied.bn1.weight = torch.nn.Parameter(torch.rand(64))
+    safetensors.torch.save_model(tied, str(tmp_path / "w.safetensors"))
+    assert same(load(NAME, checkpoint=tmp_path / "w.safetensors", **GIVEN), tied)
 
 
 def test_a_configuration_beside_the_weights_is_said_not_to_be_read(net, tmp_path):

@@ -74,7 +74,9 @@ def _read_file(path: Path) -> StoredWeights:
         if not keys:
             raise LoadError(f"{path} holds no state dict: it has no tensors")
         name = metadata.get("architecture")
-        return StoredWeights(_Lazy(dict.fromkeys(keys, path)), name if is_architecture(name) else None)
+        shared = {alias: key for alias, key in metadata.items() if key in keys and alias not in keys}  # by save_model
+        state = _Lazy(dict.fromkeys([*keys, *shared], path), shared)
+        return StoredWeights(state, name if is_architecture(name) else None)
     recorded = content if isinstance(content, Mapping) else {}
     name, arguments, pixels = of_training(recorded)
     return StoredWeights(_tensors(content, path), name, arguments, {**normalisation(recorded, path), **pixels})
@@ -146,8 +148,8 @@ def _cleaned(state: Mapping[str, V], *paths: Path) -> dict[str, V]:
 class _Lazy(Mapping[str, Tensor]):
     """The tensors of safetensors files. Each is read, and its memory mapped, only while it is in use."""
 
-    def __init__(self, files: Mapping[str, Path]):
-        self.stored = _cleaned({key: (key, path) for key, path in files.items()}, *{*files.values()})
+    def __init__(self, files: Mapping[str, Path], names: Mapping[str, str] = {}):
+        self.stored = _cleaned({key: (names.get(key, key), path) for key, path in files.items()}, *{*files.values()})
 
     def __getitem__(self, key: str) -> Tensor:
         stored, path = self.stored[key]
