@@ -89,6 +89,13 @@ def test_help_waits_for_neither_torch_nor_timm(tmp_path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, cwd=tmp_path)
 
 
+def test_files_of_the_folder_replace_no_module_of_python(tmp_path):
+    for name in ("random", "torch"):
+        (tmp_path / f"{name}.py").write_text("")
+    command = [sys.executable, "-m", "lipcert", "inspect", "digits-vit", "-q"]
+    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
+
+
 @pytest.mark.slow
 def test_every_package_can_be_imported_first(tmp_path):
     script = """
