@@ -219,6 +219,7 @@ def test_natural_order_is_said_where_it_is_not_the_sorted_one(tmp_path):
         ("c.json", '{"dog": "7", "cat": "3", "hound": "7"}'),
         ("c.json", '{"label2id": {"cat": 3, "dog": 7}}'),
         ("c.txt", "a\nb\nc\ncat\ne\nf\ng\ndog\ni\nj\n"),
+        ("c.txt", "crane\nb\nc\ncat\ncrane\nf\ng\ndog\ni\nj\n"),  # as in lists of ImageNet
         ("c.json", '["a", "b", "c", "cat", "e", "f", "g", "dog", "i", "j"]'),
     ],
 )

@@ -124,7 +124,7 @@ def read_classes(path: File, names: Sequence[str], count: int) -> dict[str, int]
     for name, number in pairs:
         for key in (composed(name),) if mapping else (composed(name), number):
             other = earlier.setdefault(key, (name, number))
-            if other != (name, number) and (not mapping or key in found):  # an object may have several names of a class
+            if other != (name, number) and (type(key) is int or key in found):  # ImageNet has two classes crane
                 both = f"{shortened(other[0])} the number {other[1]} and {shortened(name)} the number {number}"
                 raise InputError(f"{path} gives {both}; give each class its own name and number")
     return {name: numbers[composed(name)] for name in names}
