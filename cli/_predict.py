@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lipcert.errors import InputError
+from lipcert.inputs.files import printable
 from lipcert.inputs.sources import Source
 from lipcert.settings import shown
 
@@ -46,7 +47,7 @@ def predict(
     opened = [open_images(path, loaded, limit=limit, purpose="predict") for path in images]
     show_preprocessing(opened[0], loaded)
     total = min(sum(map(len, opened)), limit or sys.maxsize)
-    every = ((path, batch) for path, one in zip(images, opened, strict=True) for batch in one.batches(1))
+    every = ((printable(path), batch) for path, one in zip(images, opened, strict=True) for batch in one.batches(1))
     rows: list[dict[str, Any]] = []
     with progress("predicting", total) as update:
         for path, batch in islice(every, total):

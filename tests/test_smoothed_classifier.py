@@ -218,6 +218,8 @@ def test_the_commands_take_a_file_without_a_sigma(tmp_path: Path) -> None:
     several = ("predict", "smoothed.safetensors", "images/1.png", "images", "--samples", "30", "--json")
     assert [row["file"] for row in json.loads(run(*several).stdout)] == ["images/1.png", "images/0.png", "images/1.png"]
     assert len(json.loads(run(*several, "--limit", "2").stdout)) == 2
+    (tmp_path / "images/1.png").rename("1\t.png")
+    assert "\n1\\x09.png" in run(*several[:2], "1\t.png", "images/0.png", "--samples", "30").stdout
     assert "there is no image" in run("predict", "smoothed.safetensors", "images", "none.png", code=2).stderr
     certify = ("certify", "smoothed.safetensors", "--eps", "0.1", "--limit", "3")
     done = run(*certify, "--json")
