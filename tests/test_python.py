@@ -180,6 +180,7 @@ def test_networks_are_loaded_in_inference_mode(images) -> None:
         ({"labels": "abcde"}, "whole numbers, got a str"),
         ({"labels": [0, 1]}, r"shape \(5,\)"),
         ({"images": "folder/"}, "images are a path; give tensors"),
+        ({"images": TensorDataset(torch.zeros(1, 1, 8, 8))}, "of type TensorDataset; give .* or a DataLoader"),
         ({"images": []}, "there are no images"),
         ({"images": ["a", "b"]}, "images are a path"),
         ({"images": [torch.zeros(1, 1, 8, 8)], "labels": [0]}, "labels come with the batches"),

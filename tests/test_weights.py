@@ -55,6 +55,7 @@ WRAPPED = {
     "model_state_dict": lambda net: {"epoch": 1, "model_state_dict": net.state_dict(), "optimizer_state_dict": {}},
     "net": lambda net: {"net": net.state_dict(), "acc": 93.1, "epoch": 3},
     "state and model": lambda net: {"state": {"model": net.state_dict(), "rank": 0}},
+    "opacus": lambda net: {"module_state_dict": prefixed(net, "_module."), "privacy_accountant_state_dict": {}},
     "module": lambda net: {"module": net.state_dict(), "dp_world_size": 1},
     "lightning": lambda net: {"state_dict": prefixed(net, "model."), "pytorch-lightning_version": "2.4", "loops": {}},
     "lightning net": lambda net: {"state_dict": {**prefixed(net, "net."), "criterion.weight": torch.ones(3)}},
@@ -237,7 +238,7 @@ def test_what_does_not_fit_says_what_to_do(net, tmp_path):
     says(timm.create_model(NAME, num_classes=3, in_chans=1).state_dict(), "give in_chans=1")
     says({**encoder, "c.weight": torch.ones(3, 512), "c.bias": torch.ones(3)}, "another name than the model's: rename")
     after_dropout = {key.replace("fc.", "fc.1."): value for key, value in state.items()}
-    says(after_dropout, "its classifier has other layers than the model's: build the network with them in Python")
+    says(after_dropout, "its classifier has other layers: build the network with them", "save it without them")
 
 
 def test_names_of_others_are_converted_by_the_filter_that_timm_has_for_them(tmp_path):

@@ -44,7 +44,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor | None]:
     images = _native(images) if isinstance(images, np.ndarray) else images
     if not isinstance(images, Tensor):
         kind, hint = _kind(images)
-        raise InputError(f"images are {kind}; give tensors (N, C, H, W), or pairs of them and labels{hint}")
+        raise InputError(f"images are {kind}; give tensors (N, C, H, W), pairs with labels, or a DataLoader{hint}")
     check_dense(images, "images")
     images = images.clone() if images.is_inference() else images
     if labels is None:

@@ -158,7 +158,7 @@ class _Difference:
         if 4 * len(found.keys() & tensors.keys()) < len(tensors):
             return "its names are those of another network or library; give its timm name, or lipcert.load its module"
         if classifier and {*missing} <= heads:
-            return f"its classifier has other layers than the model's: {_MADE}"
+            return f"its classifier has other layers: {_MADE}; or save it without them, and train one by finetune"
         if missing and {*missing} <= heads:
             return "it has no classifier; save it without those that are too many, and train one by finetune"
         if self.kinds:

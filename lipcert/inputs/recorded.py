@@ -21,7 +21,8 @@ from lipcert.inputs.preprocessing import INTERPOLATIONS
 # loader.
 WRAPPERS = (
     "state_dict_ema", "model_ema", "ema", "ema_state_dict", "model_ema_state_dict", "params_ema", "shadow",
-    "state_dict", "model_state_dict", "model_state", "model", "net", "network", "weights", "params", "module", "state",
+    "state_dict", "model_state_dict", "module_state_dict", "model_state",
+    "model", "net", "network", "weights", "params", "module", "state",
 )  # fmt: skip
 NESTED = 3  # wrappers in wrappers, as Composer's {"state": {"model": ...}}
 _NAMES = ("model", "model_name", "arch", "architecture", "backbone")
