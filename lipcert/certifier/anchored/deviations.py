@@ -55,10 +55,10 @@ NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)
 
 @dataclass(frozen=True)
 class FormNorms:
-    """Norms with a linear map M of the deviation of one operand u of an operation.
+    """Norms with a linear map M of the deviation of one operand of an operation, a rearrangement of u.
 
     Attributes:
-        operand: u.
+        operand: the operand.
         norms: upper bounds on ‖M G(a → u)‖ by a, each of shape (N,); 0 for any other a.
         along: upper bounds on ‖M G(x → u) p‖ for the p of a ray, shape (N,).
         columns: upper bounds on the norms of the columns of M G(a → u) by a, each of shape (N, entries of a), for some
@@ -266,7 +266,8 @@ class Linearization:
             stages.append(StageDeviation(stage, bounds.at_start, remainder, passed_on))
         features = None
         if network.head is not None:
-            features = at_most(bounds.linear(network.head[0], NORM) + bounds.errors(network.head[0], NORM))
+            u = network.root(network.head[0])
+            features = at_most(bounds.linear(u, NORM) + bounds.errors(u, NORM, network.head[0]))
         return Deviations(operands, passed_on, features, remainders, form_norms, stages)
 
 
@@ -329,11 +330,14 @@ class _StageBounds:
         from_source = at_most(direct + from_start * arrived)
         return torch.minimum(from_source, at_most(from_start * self.at_start))
 
-    def errors(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """The deviation of a value by the remainders of the stage so far, and by rounding errors."""
+    def errors(self, u: Node, seminorm: Seminorm, read: Node | None = None) -> Tensor:
+        """The deviation of a value by the remainders of the stage so far, and by rounding errors.
+
+        ``read`` is a rearrangement of u, with the rounding errors of casts on the way to it.
+        """
         # Rounding errors before the start of the stage are part of its deviation. Others are known at u itself, so that
         # only the seminorm of the identity, gain(u, u), multiplies them.
-        carried = self.carried(u)
+        carried = self.carried(u if read is None else read)
         total = self.zero if carried is None else carried * self.gain(u, u, seminorm)
         for v, norm in self.remainders.items():
             gain, rounding = self.gain(v, u, seminorm), self.at.deployed.of(v)
@@ -368,10 +372,11 @@ class _StageBounds:
     def _total(self, v: Node, weights: Tensor, size: Tensor | None) -> Tensor:
         return at_most(self.at.remainders[v].total(weights, self.rho[v], size))
 
-    def moved(self, u: Node, seminorm: Seminorm) -> Tensor:
-        """The deviation of a value, rounding errors included."""
+    def moved(self, operand: Node, seminorm: Seminorm) -> Tensor:
+        """The deviation of the operand of an operation, rounding errors included."""
+        u = self.at.network.root(operand)
         noise = self.at.norms.rounded.noise[u] * self.gain(u, u, seminorm)
-        return at_most(self.linear(u, seminorm) + self.errors(u, seminorm) + noise)
+        return at_most(self.linear(u, seminorm) + self.errors(u, seminorm, operand) + noise)
 
     def visit(self, operands: dict[Node, list[Tensor]], form_norms: dict[Node, list[Tensor]]) -> None:
         """Visits the operations in order, and stores the ρ of their operands and the bounds on forms."""
@@ -383,7 +388,7 @@ class _StageBounds:
                     for number, sizes in enumerate(self.curvature[v])
                 ]
             if v in self.at.plan.ahead:
-                self.sizes[v] = self.moved(self.at.network.operands(v)[0], Seminorm(SeminormKind.COLUMNS, v))
+                self.sizes[v] = self.moved(v.operands[0], Seminorm(SeminormKind.COLUMNS, v))
             self.remainders[v] = at_most(self.at.remainders[v].norm(rho))
 
     def reach(self, v: Node) -> list[Tensor]:
@@ -392,10 +397,10 @@ class _StageBounds:
         Entry i of u deviates by at most Σ_a ‖row i of G(a → u)‖ · (error at a). So the same sums with the largest row
         norm of each Jacobian bound single entries. Blocks of rows bound blocks of entries in the same way.
         """
-        operands, plan = self.at.network.operands(v), self.at.plan
-        rho = [self.moved(u, NORM) for u in operands]
+        plan = self.at.plan
+        rho = [self.moved(operand, NORM) for operand in v.operands]
         if plan.blockwise(v):
-            rho.append(torch.minimum(rho[0], self.moved(operands[0], LARGEST)))
+            rho.append(torch.minimum(rho[0], self.moved(v.operands[0], LARGEST)))
         if v in plan.each:
             rho[-1] = self.each(v.operands[0], rho[-1])
         return rho
@@ -422,6 +427,6 @@ class _StageBounds:
             by_norm, rounding = at_most(rows(w) * norm[:, None]), at.deployed.of(w)
             bounds = bounds + torch.minimum(by_norm, self.by_columns(w, u, LARGEST)[:, None])
             bounds = bounds if rounding is None else bounds + rows(w) * rounding[:, None]
-        noise, carried = at.norms.rounded.noise[u], self.carried(u)
+        noise, carried = at.norms.rounded.noise[u], self.carried(z)
         noise = noise if carried is None else noise + carried
         return torch.minimum(at_most(bounds + noise[:, None]), most[:, None])

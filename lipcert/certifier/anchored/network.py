@@ -283,12 +283,12 @@ class Network:
             return None
         if node.shape != (1, len(weight)) or features.shape != (1, weight.shape[1]):
             return None
-        return self.root(features), weight.detach().double()
+        return features, weight.detach().double()
 
     @property
     def outputs(self) -> list[Node]:
-        """The logits, and the features before a linear head."""
-        return [self.graph.output, *([self.head[0]] if self.head is not None else [])]
+        """The logits, and the root of the features before a linear head."""
+        return [self.graph.output, *([self.root(self.head[0])] if self.head is not None else [])]
 
     def operands(self, node: Node) -> list[Node]:
         """The roots of the values that an operation reads."""
