@@ -168,7 +168,7 @@ class _Command(typer.core.TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         args = [_HOME.sub(lambda found: (found[1] or "") + os.path.expanduser(found[2]), one) for one in _joined(args)]
         if long := next((one for one in args if one.startswith(("–", "—"))), None):
-            ctx.fail(f"{long} begins with a long dash; type --{long.lstrip('–—')}")
+            ctx.fail(f"{long} begins with a long dash; type --{long.lstrip('–—-')}")
         if not ctx.resilient_parsing:
             values, _, order = self.make_parser(ctx).parse_args(list(args))
             one: Any

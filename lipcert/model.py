@@ -320,13 +320,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copy_of(module: M) -> M:
-    """A copy of a module with tensors of its own; refused where Python cannot make one."""
+    """A copy of a module with tensors of its own, in the same modes; refused where Python cannot make one."""
     try:
-        return copy.deepcopy(module)
+        copied = copy.deepcopy(module)
     except (RuntimeError, TypeError, PickleError) as error:
         raise InputError(
             f"the network cannot be copied: {first_line(error)}; load its state_dict() into a new one"
         ) from error
+    for one, other in zip(copied.modules(), module.modules(), strict=False):
+        one.training = other.training  # layers of einops are made anew, in training mode
+    return copied
 
 
 def check_dense(tensor: Tensor, what: str) -> None:

@@ -477,6 +477,19 @@ def test_modules_as_people_have_them():
     net.set_grad_checkpointing()
     assert torch.isfinite(lipcert.certify(net, pixels, eps=1e-6, method="gloro").radius).all()
 
+    class MadeAnew(nn.Flatten):
+        """As layers of einops, of which a copy is a new one, in training mode."""
+
+        def __getstate__(self):
+            return {}
+
+        def __setstate__(self, state):
+            self.__init__()
+
+    model = load(nn.Sequential(MadeAnew(), nn.Linear(3 * 32 * 32, 3)).eval(), **given)
+    for dtype in ("real", "float32"):
+        assert torch.isfinite(lipcert.certify(model, pixels, eps=1e-6, method="gloro", dtype=dtype).radius).all()
+
     class Output(nn.Module):
         def forward(self, x):
             return {"logits": x.mean((2, 3))}

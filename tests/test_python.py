@@ -53,11 +53,23 @@ def expected(model, images):
     return lipcert.certify(model, images, torch.arange(5), **GLORO)
 
 
+class Series(list):
+    """As of pandas, after a split: its numbers are those of an index, and not positions."""
+
+    to_list = list.copy
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+    __iter__ = None
+
+
 def test_images_and_labels_in_every_form(model, images, expected) -> None:
     labels = torch.arange(5)
     pairs = TensorDataset(images, labels)
     for these in [
         (images.numpy(), [0, 1, 2, 3, 4]),
+        (images, Series([0, 1, 2, 3, 4])),
         (images.double(), labels.numpy()),
         (DataLoader(pairs, batch_size=2),),
         ([(images[:3], [0, 1, 2]), (images[3:], np.array([3, 4]))],),

@@ -251,6 +251,15 @@ def test_names_of_others_are_converted_by_the_filter_that_timm_has_for_them(tmp_
     with pytest.warns(UserWarning, match="timm's filter knows them"):
         model = load("densenet121", checkpoint=tmp_path / "w.pth", num_classes=3)
     assert same(model, net)
+    given = {"img_size": 32, "patch_size": 4, "embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4}
+    swin = timm.create_model("swin_tiny_patch4_window7_224", num_classes=3, **given)  # stored as by timm 0.6:
+    state = {k.replace("1.down", "0.down").replace("head.fc", "head"): v for k, v in swin.state_dict().items()}
+    parts = {f"{key}.relative_position_index": part for key, part in swin.named_modules() if key.endswith(".attn")}
+    state |= {key: part.relative_position_index for key, part in parts.items()}
+    torch.save({"model_state_dict": state}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="timm's filter knows them; 3 tensors are left out$"):
+        model = load("swin_tiny_patch4_window7_224", checkpoint=tmp_path / "w.pth", num_classes=3, **given)
+    assert same(model, swin)
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -439,7 +438,7 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
     """Refuses a network that behaves differently in float64, where bounds are computed, and in its own type."""
     dtype = model.dtype if rounding is None else rounding.format.dtype  # the type of the copy's weights
     image = torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(0)).to(model.device)
-    twin = model if dtype == model.dtype else copy.deepcopy(model).to(dtype)
+    twin = model if dtype == model.dtype else copy_of(model).to(dtype)
     examined = examine(twin, image.to(dtype))
     images, results = map(torch.cat, examined[:2])
     own, real = (unchecked(net, image.to(net.dtype), lambda part: False) for net in (twin, copied))
@@ -449,7 +448,7 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
         exact, limits = copied(images.double()), torch.finfo(dtype)
         rounds = limits.bits == 16 or bool(exact.abs().amax() * limits.eps < limits.tiny)  # by much, or underflows
         if not (rounds or same_logits(exact, results, 1e-3, exact)):
-            raise UnsupportedCode([(f"forward code that gives other logits in {str(dtype)[6:]} than in float64", "")])
+            raise UnsupportedCode([(f"autocast or code with other logits in {str(dtype)[6:]} than in float64", "")])
         return
     images, deployed = images.double(), results.double()
     predicted, all_margins = margins(copied(images))

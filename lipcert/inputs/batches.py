@@ -50,6 +50,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor | None]:
     if labels is None:
         return images, None
     try:
+        labels = labels.to_list() if hasattr(labels, "to_list") else labels  # of pandas, whose numbers are an index
         classes = torch.as_tensor(_native(labels) if isinstance(labels, np.ndarray) else labels)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"labels must be whole numbers, got a {type(labels).__name__}") from error

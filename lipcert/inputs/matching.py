@@ -215,7 +215,7 @@ def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Ten
     if numbers(renamed, False) - numbers(state, False):
         return None
     did = [] if renamed.keys() <= state.keys() else ["its names are not timm's, and timm's filter knows them"]
-    if numbers(renamed, True) != numbers(state, True):
+    if numbers(renamed, True) - numbers(state, True):
         did.append("timm's filter resized its position embeddings to the model's size of images")
     if len(renamed) < len(state):
         did.append(f"{len(state) - len(renamed)} tensors are left out")

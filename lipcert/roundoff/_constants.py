@@ -21,7 +21,6 @@ captured c may have been computed in another order, or partly in float32; |c −
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +46,7 @@ from lipcert.bounds import (
 )
 from lipcert.errors import UnsupportedCode, first_line
 from lipcert.graph import MADE, UNKNOWN, Graph, Node, capture, unchecked
-from lipcert.model import Model
+from lipcert.model import Model, copy_of
 from lipcert.numerics import OWN_ROUNDING, REAL, ConstantErrors, Format, RealArithmetic, at_most, mapped
 
 # Functions whose results are the numbers of their arguments, or whole numbers.
@@ -77,7 +76,7 @@ def deployed_graph(
     if fmt == REAL:
         return capture(model, image, whole), fmt, []
     graph = capture(model, image, whole, constants=True)
-    twin_model = copy.deepcopy(model).to(fmt.dtype)
+    twin_model = copy_of(model).to(fmt.dtype)
     twin_model.real = False
     twin = unchecked(twin_model, image.to(fmt.dtype), whole, constants=True)
     if [(node.op, node.shape) for node in graph.nodes] != [(node.op, node.shape) for node in twin.nodes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 import warnings
@@ -333,7 +332,7 @@ def _copied(model: Model) -> Model:
     copied = copy_of(model).eval()
     image = from_lattice(noise(0, 0, range(1), model.input_size, 1.0, model.device), model.dtype)
     with without_autocast(model.device):
-        code = copy.deepcopy(copied).float() if model.dtype.itemsize < 4 else copied  # half types round by much
+        code = copy_of(copied).float() if model.dtype.itemsize < 4 else copied  # half types round by much
         try:
             examine(code, image.to(code.dtype))
         except InputError:
@@ -370,7 +369,7 @@ def _agree(model: Model, images: Tensor, runs: Callable[[Model, Tensor], tuple[T
     """Whether two ways to run a network give the same logits; in float64, if it runs there, rounding hides less."""
     with without_autocast(model.device), without_cudnn():  # which computes in TF32, by kernels that depend on the batch
         try:
-            one, two = runs(copy.deepcopy(model).double(), images.double())
+            one, two = runs(copy_of(model).double(), images.double())
             tolerance = _ROUNDING_DOUBLE if one.dtype == torch.float64 else _ROUNDING[torch.float32]
         except Exception:  # code in another type, or a device without float64
             one, two = runs(model, images.to(model.dtype))
@@ -386,7 +385,7 @@ def _fastest_format(model: Model, sigma: float) -> torch.memory_format:
     """
 
     def in_both(net: Model, images: Tensor) -> tuple[Tensor, Tensor]:
-        converted = copy.deepcopy(net).to(memory_format=torch.channels_last)
+        converted = copy_of(net).to(memory_format=torch.channels_last)
         return converted(images.to(memory_format=torch.channels_last)), net(images)
 
     try:
