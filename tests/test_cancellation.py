@@ -194,6 +194,27 @@ def test_the_noise_of_values_holds_against_exact_arithmetic() -> None:
     assert 0 < off <= found.norms.rounded.noise[method.network.graph.output].item() < 1e-3
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_norms_that_a_rule_computes_from_turned_tokens_count_as_rounded(turned: bool) -> None:
+    """A LayerNorm of 64 entries computes their mean: with an error of 64 terms, in whatever layout they come."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.flatten(2)
+            return self.head(self.norm(tokens.mT if turned else tokens).mean(1))
+
+    size = (64, 1, 4) if turned else (4, 8, 8)
+    anchored = Anchored(lipcert.load(Tokens().eval(), mean=(0.5,), std=(0.25,), input_size=size).double())
+    at = anchored(torch.rand(1, *size, dtype=torch.float64)).linearization
+    (rule,) = at.network.rules
+    ((rho,),) = at.propagate(torch.zeros(1, dtype=torch.float64)).operands.values()
+    assert rho >= 4 * 8 * 64 * 2.0**-53 * at.values[rule.operands[0]].norm()
+
+
 def test_rounding_costs_an_ordinary_network_nothing() -> None:
     arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
     vit = lipcert.load(

@@ -177,7 +177,7 @@ class Linearization:
         self.logits = self.values[self.network.graph.output].reshape(len(images), -1)
         self.uncertain = torch.zeros(len(images), dtype=torch.bool, device=model.device)
         for v, rule in self.remainders.items():
-            noise = torch.stack([self.norms.rounded.noise[u] for u in self.network.operands(v)])
+            noise = torch.stack([self.norms.rounded.noise[u] for u in v.operands])
             self.uncertain |= rule.uncertain(l2_norm(noise, 0))
         self.deployed = EXACT
         self.searches = 0
@@ -375,7 +375,7 @@ class _StageBounds:
     def moved(self, operand: Node, seminorm: Seminorm) -> Tensor:
         """The deviation of the operand of an operation, rounding errors included."""
         u = self.at.network.root(operand)
-        noise = self.at.norms.rounded.noise[u] * self.gain(u, u, seminorm)
+        noise = self.at.norms.rounded.noise[operand] * self.gain(u, u, seminorm)
         return at_most(self.linear(u, seminorm) + self.errors(u, seminorm, operand) + noise)
 
     def visit(self, operands: dict[Node, list[Tensor]], form_norms: dict[Node, list[Tensor]]) -> None:
@@ -427,6 +427,6 @@ class _StageBounds:
             by_norm, rounding = at_most(rows(w) * norm[:, None]), at.deployed.of(w)
             bounds = bounds + torch.minimum(by_norm, self.by_columns(w, u, LARGEST)[:, None])
             bounds = bounds if rounding is None else bounds + rows(w) * rounding[:, None]
-        noise, carried = at.norms.rounded.noise[u], self.carried(z)
+        noise, carried = at.norms.rounded.noise[z], self.carried(z)
         noise = noise if carried is None else noise + carried
         return torch.minimum(at_most(bounds + noise[:, None]), most[:, None])

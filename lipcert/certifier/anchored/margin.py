@@ -68,7 +68,7 @@ def change(at: Linearization, deviations: Deviations, distances: Tensor | None) 
     rounding, output = at.norms.rounded, at.network.graph.output
     bound = math.sqrt(2) * (deviations.logits + rounding.noise[output])[:, None]
     if deviations.features is not None and distances is not None and at.network.head is not None:
-        features = deviations.features + rounding.noise[at.network.root(at.network.head[0])]
+        features = deviations.features + rounding.noise[at.network.head[0]]
         head = math.sqrt(2) * rounding.errors[at.network.root(output)]
         for node in at.network.graph.between(at.network.head[0], [output]):
             if node in at.deployed.local:  # operations that copy the logits round too
