@@ -186,17 +186,18 @@ def softmax_rounding(node: Node, operands: Sequence[Operand], fmt: Format) -> Te
     """exp(a_i − m)/Σ_j exp(a_j − m), with m the largest entry, or the largest so far in online softmax.
 
     The exponent has an error of at most 4u(|a_i| + max|a_j|), whether it is a difference or, for exp2, a fused product.
-    Online softmax splits the exponential into at most n factors, each with an error of 4 ulp. So exp(a_i − m) has a
-    relative error of at most e^ℓ − 1 with ℓ = 8u max|a| + 9(n + 1)u, the sum of n positive terms one of
-    e^ℓ(1 + γ_n) − 1, and p_i one of e^(2ℓ + 2γ_(2n + EXTRA) + γ_2) − 1. Here u and the first γ are those inside an
-    operation, the second is that of the format, to which P may be cast before it multiplies the values. If a row
+    Online softmax splits the exponential into at most n factors, one with an error of 20 ulp, the others with 4 ulp. So
+    exp(a_i − m) has a relative error of at most e^ℓ − 1 with ℓ = 8u max|a| + 9(n + 4)u, the sum of n positive terms
+    one of e^ℓ(1 + γ_n) − 1, and p_i one of e^(2ℓ + 2γ_(2n + EXTRA) + γ_2) − 1. Here u and the first γ are those inside
+    an operation, the second is that of the format: one unit is for P, which may be cast before it multiplies the
+    values, and one, in float16 and bfloat16, for exponentials with an error of 2⁻¹³, as 2 · 2⁻¹³ = 2⁻¹². If a row
     deviates by w, p_i grows by a factor of at most exp(max w − min w) ≤ exp(√2 ρ). Masked entries, −∞, are exactly 0.
     """
     axis, x = axis_of(node), operands[0]
     masked = x.nominal == -math.inf
     length = x.nominal.shape[axis]
     size = torch.where(masked, 0.0, x.most).amax(axis, keepdim=True)
-    loss = 8 * fmt.sum_unit * size + 9 * (length + 1) * fmt.sum_unit
+    loss = 8 * fmt.sum_unit * size + 9 * (length + 4) * fmt.sum_unit
     relative = torch.expm1((2 * loss + 2 * fmt.sum_gamma(2 * length + EXTRA) + fmt.gamma(2)).clamp_max(700.0))
     grown = torch.softmax(x.nominal, axis) * torch.exp((math.sqrt(2) * x.over(x.rho)).clamp_max(700.0))
     error = grown.clamp_max(1.0) * relative + 4 * (length + EXTRA) * fmt.smallest
