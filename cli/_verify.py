@@ -46,8 +46,7 @@ def verify(
     """
     if everything and sample is not None:
         raise InputError("--all and --sample contradict each other; give one of them")
-    number = SAMPLE if sample is None else sample
-    if number < 1:
+    if sample is not None and sample < 1:
         raise InputError(f"--sample takes at least 1 row, got {sample}")
     if Path(model).suffix == ".jsonl" or results.suffix == ".safetensors":
         raise InputError(f"MODEL comes first, then RESULTS: lipcert verify {results} {model}")
@@ -89,7 +88,7 @@ def verify(
     if run.attacked and attack_of(run) is None:
         say(f"note: the results of {run.attack_name} are not recomputed; only pgd is")
     with as_assumed(loaded.device, settings.rounded_as), progress("verifying") as update:
-        verdicts = list(verify_rows(run, loaded, images, None if everything else number, update))
+        verdicts = list(verify_rows(run, loaded, images, None if everything else sample or SAMPLE, update))
     rows = [verdict for verdict in verdicts if verdict.index is not None]
     refuted = sum(row.objection is not None and not row.unsettled for row in rows)
     unsettled = sum(row.unsettled for row in rows)

@@ -3,7 +3,7 @@
 import os
 import sys
 
-if sys.path[0] != os.path.dirname(os.path.dirname(__file__)):  # as without -m, files here replace no module of Python
+if sys.path[0] != os.path.dirname(os.path.dirname(__file__)):  # files in the working folder replace no modules
     sys.path.append(sys.path.pop(0))
 
 from lipcert.cli import main

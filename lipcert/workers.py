@@ -58,7 +58,7 @@ def _obstacle() -> str:
     try:
         multiprocessing.Lock()
     except (ImportError, OSError) as error:  # in AWS Lambda
-        return f"the system gives no semaphores: {error}"
+        return f"the system has no semaphores: {error}"
     return ""
 
 

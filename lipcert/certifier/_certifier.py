@@ -448,7 +448,8 @@ def _check_types(model: Model, copied: Model, rounding: roundoff.Roundoff | None
         exact, limits = copied(images.double()), torch.finfo(dtype)
         rounds = limits.bits == 16 or bool(exact.abs().amax() * limits.eps < limits.tiny)  # by much, or underflows
         if not (rounds or same_logits(exact, results, 1e-3, exact)):
-            raise UnsupportedCode([(f"autocast or code with other logits in {str(dtype)[6:]} than in float64", "")])
+            what = f"autocast, or code that gives other logits in {str(dtype)[6:]} than in float64"
+            raise UnsupportedCode([(what, "")])
         return
     images, deployed = images.double(), results.double()
     predicted, all_margins = margins(copied(images))

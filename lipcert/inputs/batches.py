@@ -44,14 +44,15 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor | None]:
     images = _native(images) if isinstance(images, np.ndarray) else images
     if not isinstance(images, Tensor):
         kind, hint = _kind(images)
-        raise InputError(f"images are {kind}; give tensors (N, C, H, W), pairs with labels, or a DataLoader{hint}")
+        ways = "tensors (N, C, H, W), pairs of images and labels, or a DataLoader"
+        raise InputError(f"images are {kind}; give {ways}{hint}")
     check_dense(images, "images")
     images = images.clone() if images.is_inference() else images
     if labels is None:
         return images, None
     try:
-        labels = labels.to_list() if hasattr(labels, "to_list") else labels  # of pandas, whose numbers are an index
-        classes = torch.as_tensor(_native(labels) if isinstance(labels, np.ndarray) else labels)
+        given = labels.to_list() if hasattr(labels, "to_list") else labels  # of pandas, whose numbers are an index
+        classes = torch.as_tensor(_native(given) if isinstance(given, np.ndarray) else given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"labels must be whole numbers, got a {type(labels).__name__}") from error
     if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:

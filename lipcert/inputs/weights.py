@@ -146,7 +146,10 @@ def _cleaned(state: Mapping[str, V], *paths: Path) -> dict[str, V]:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """The tensors of safetensors files. Each is read, and its memory mapped, only while it is in use."""
+    """The tensors of safetensors files. Each is read, and its memory mapped, only while it is in use.
+
+    ``names`` are the names under which tensors with several names are stored.
+    """
 
     def __init__(self, files: Mapping[str, Path], names: Mapping[str, str] = {}):
         self.stored = _cleaned({key: (names.get(key, key), path) for key, path in files.items()}, *{*files.values()})

@@ -21,8 +21,8 @@ these assumptions as far as it can, and refuses a process that violates them:
   ``torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction`` and its bfloat16 counterpart off).
   ``Format(dtype, sums=dtype)`` drops this assumption, but then most networks have no bound.
 * exp, tanh, log, powers, square roots and rsqrt err by at most 4 ulp; gelu and silu by 4 ulp of |x|; sigmoid,
-  sine and cosine by 4 ulp of 1. In softmax and attention exp may err by 20 ulp, and by 2⁻¹³ in float16 and bfloat16, as
-  that of torch's kernels for AVX512.
+  sine and cosine by 4 ulp of 1. In softmax and attention, exp may err by 20 ulp, or by 2⁻¹³ in float16 and bfloat16, as
+  in torch's kernels for AVX512.
 * Interpolation computes positions in the arithmetic of sums, and weights and sums in the format or better.
 * Softmax subtracts the largest score, or the running maximum of online softmax. Fused attention is softmax with two
   matrix products.
