@@ -222,7 +222,7 @@ def _one_line(error: Any) -> str:
         arguments = [one.metavar for one in error.ctx.command.params if one.param_type_name == "argument"]
         if message.startswith("Missing argument") and len(arguments) > 1:  # the one given may be the one missed
             message += f"; the arguments are {' '.join(arguments)}"
-    if hint := _OF_TIMM.get(getattr(error, "option_name", "")):
+    if hint := _OF_TIMM.get(getattr(error, "option_name", "").replace("_", "-")):
         message = f"No such option: {error.option_name}; {hint}"
     where = error.ctx.command_path if error.ctx is not None else "lipcert"
     return f"{message[:1].lower()}{message[1:]}{'' if message.endswith('?') else ';'} {where} --help says more"

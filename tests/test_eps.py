@@ -144,8 +144,9 @@ def test_a_bare_timm_network_is_told_its_normalisation():
         lipcert.load("resnet10t", pretrained=False, device="cuda")
 
 
-def test_words_of_timm_are_known():
-    given = run("certify", "resnet18", "--num-classes", "3", "--eps", "0.1", code=2)
+@pytest.mark.parametrize("option", ["--num-classes", "--num_classes"])
+def test_words_of_timm_are_known(option):
+    given = run("certify", "resnet18", option, "3", "--eps", "0.1", code=2)
     assert "give --model-args num_classes=N" in given.stderr
 
 

@@ -116,6 +116,15 @@ def test_a_folder_of_annotations_is_no_class(tmp_path):
     root = write(tmp_path / "coco", "val2017/1.png", "val2017/2.png", "annotations/")
     images = open_images(root, model())
     assert (images.split, images.labelled) == ("val2017", False)
+    for names in (("images/a/1.png", "images/b/1.png"), ("images/a_1.png", "images/b_1.png")):
+        root = write(tmp_path / names[0][7:10].replace("/", "-"), *names, "meta/xmls/")
+        (root / "meta/xmls/a_1.xml").write_text("<annotation/>")
+        refused("has a folder meta with files, but no images", spec=root)
+        (tmp_path / "l.csv").write_text("".join(f"{name},{k}\n" for k, name in enumerate(names)))
+        assert {*labels(open_images(root, model(), labels=tmp_path / "l.csv")).values()} == {0, 1}
+    root = write(tmp_path / "split", "train/a/1.png", "train/b/1.png", "test/b/1.png", "train/aa/")
+    (root / "train/aa/files.txt").write_text("1.png\n")
+    refused("has a folder aa with files, but no images", spec=root)
 
 
 def test_images_without_classes_beside_the_splits_are_no_class(tmp_path):

@@ -481,8 +481,8 @@ def _files_of(path: Path, spec: str) -> Files:
     if not files.images:
         others = f", but other files: {listing(sorted(files.others))}" if files.others else ""
         remedy = "give a folder of images, or torch/NAME or hfds/NAME; arrays are given to lipcert.certify in Python"
-        remedy = "unpack the archives in it" if files.others.keys() & {".tar", ".gz", ".zip", ".tgz"} else remedy
-        raise InputError(f"{spec} holds no images {_KINDS}{others}; {remedy}")
+        packed = "unpack the archives in it, or " if files.others.keys() & {".tar", ".gz", ".zip", ".tgz"} else ""
+        raise InputError(f"{spec} holds no images {_KINDS}{others}; {packed}{remedy}")
     return files
 
 

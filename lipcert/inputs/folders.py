@@ -55,6 +55,7 @@ class Files:
     spec: str
     opened: Callable[[str], BinaryIO]
     images: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
     folders: set[str] = field(default_factory=set)
     others: Counter[str] = field(default_factory=Counter)
     archive: bool = False
@@ -66,21 +67,27 @@ class Files:
             self.others["link or special file"] += 1
         elif suffix in SUFFIXES:
             self.images.append(path)
-        elif suffix not in _TEXTS:
-            self.others[suffix or "no suffix"] += 1
+        else:
+            self.rest.append(path)
+            self.others.update([suffix or "no suffix"] if suffix not in _TEXTS else [])
 
     def below(self, top: str) -> Files:
         """The files in one of the folders."""
         start = f"{top}/"
         inside = ([path.removeprefix(start) for path in paths if path.startswith(start)]
-                  for paths in (self.images, self.folders))  # fmt: skip
-        images, folders = inside
+                  for paths in (self.images, self.rest, self.folders))  # fmt: skip
+        images, rest, folders = inside
         spec = f"{self.spec.rstrip('/')}/{top}"
-        return Files(spec, lambda path: self.opened(start + path), images, {*folders}, self.others, self.archive)
+        return Files(spec, lambda path: self.opened(start + path), images, rest, {*folders}, self.others, self.archive)
 
     def tops(self) -> list[str]:
         """The folders directly below the root, in natural order."""
         return natural([path for path in self.folders if "/" not in path])
+
+    def without_images(self) -> set[str]:
+        """The folders directly below the root that hold files, but no images."""
+        rest, images = ({path.partition("/")[0] for path in paths} for paths in (self.rest, self.images))
+        return rest - images
 
     def parts(self) -> Counter[str]:
         """The names of the folders in the first folders, and in how many of these each is."""
@@ -174,8 +181,10 @@ class ImageFiles:
 
     def __post_init__(self, numbered_by: File | None, labels: LabelList | None) -> None:
         self.reader, self.notes, self.class_names = self, list[str](), dict[int, str]()
-        self.split, files, self.trained = _split_of(self.files, self.purpose, self.split)
+        self.split, files, trained = _split_of(self.files, self.purpose, self.split)
         self.files = files if self.purpose in _UNLABELLED else _unwrapped(files)
+        self.trained = trained.tops() if trained else []
+        self.unclear = (trained or self.files).without_images()
         self.samples = natural(self.files.images)
         if labels is not None:
             self._label_by_list(labels, numbered_by)
@@ -233,6 +242,9 @@ class ImageFiles:
             self.labels_by = "WordNet ids, numbered as in timm's lists of ImageNet"
         else:
             every = self.trained or names
+            if unclear := [name for name in every if name in self.unclear]:  # refused by torchvision's ImageFolder, too
+                one = f"{spec} has a folder {printable(unclear[0])} with files, but no images: is it a class?"
+                raise InputError(f"{one} give the folder of the classes, or empty this one, or --classes FILE")
             numbers = number_by_name(names, every, spec, "those of the training images (train)")
             self.labels_by, self.classes = f"{len(every)} names in natural order: {listing(every)}", len(every)
             for first, second in zip(every, sorted(every), strict=True):
@@ -324,17 +336,17 @@ def _splits_of(files: Files) -> dict[str, str]:
     return folders
 
 
-def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files, list[str]]:
-    """The split's folder, by the purpose if the user names none, its files, and the classes of the training images."""
+def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | None, Files, Files | None]:
+    """The split's folder, by the purpose if the user names none, its files, and those of the training split."""
     if split is None and not WANTED[purpose]:
-        return None, files, []
+        return None, files, None
     whole = files
     while not (folders := _splits_of(whole)) and (top := whole.wrapper()) is not None:
         whole = whole.below(top)
     if not folders:
         if split is not None:
             raise InputError(f"{files.spec} has no folders for splits, and {split} is asked for; leave it out")
-        return None, files, []
+        return None, files, None
     wanted: Sequence[str] = WANTED[purpose]
     if split is not None:
         wanted = ({folder: key for key, folder in folders.items()}.get(split) or split_in(split) or split,)
@@ -343,4 +355,4 @@ def _split_of(files: Files, purpose: Purpose, split: str | None) -> tuple[str | 
         lacks = f"no split {split}" if split is not None else "no training images"
         have, one = ", ".join(folders.values()), next(iter(folders.values()))
         raise InputError(f"{files.spec} has {lacks}, only {have}; name one: {files.spec}:{one}")
-    return chosen, whole.below(chosen), _unwrapped(whole.below(folders["train"])).tops() if "train" in folders else []
+    return chosen, whole.below(chosen), _unwrapped(whole.below(folders["train"])) if "train" in folders else None

@@ -190,7 +190,7 @@ def _torch_load(path: Path, archive: bool) -> Any:
     except OSError:
         raise
     except Exception as error:
-        raise LoadError(f"{path} is damaged: {first_line(error)}; download it again") from error
+        raise LoadError(f"{path} cannot be read: {first_line(error)}; if it is damaged, download it again") from error
 
 
 def _protocol(path: Path, archive: bool) -> int:
