@@ -225,6 +225,7 @@ def test_natural_order_is_said_where_it_is_not_the_sorted_one(tmp_path):
     [
         ("c.json", '{"dog": 7, "cat": 3}'),
         ("c.json", '{"7": "dog", "3": ["cat", "a cat"]}'),
+        ("c.json", '{"7": ["n1", "dog"], "3": ["n2", "cat"], "0": ["n3", "crane"], "1": ["n4", "crane"]}'),  # of Keras
         ("c.json", '{"dog": "7", "cat": "3", "hound": "7"}'),
         ("c.json", '{"label2id": {"cat": 3, "dog": 7}}'),
         ("c.txt", "a\nb\nc\ncat\ne\nf\ng\ndog\ni\nj\n"),
@@ -303,6 +304,8 @@ def test_wordnet_ids_are_numbered_as_in_imagenet(tmp_path):
         "filename,label\n/elsewhere/val/x1.jpg,1\nC:\\\\data\\\\val\\\\x2.jpg,0\n",
         ",diagnosed,label\nx1.png,2020,1\nx2.png,2021,0\n",
         "filename,label\nx1.png,1\nx2.png,0\ntest/x2.png,\ntest/x1.png,NA\n",
+        "filename,label\nx1.png,1,\nx2.png,0,,\n",
+        'filename label\nx1.png "dog 172"\nx2.png "cat 50"\n',
     ],
 )
 def test_labels_of_a_flat_folder(tmp_path, text):
@@ -333,6 +336,12 @@ def test_labels_of_a_flat_folder(tmp_path, text):
         ("filename,label\nx1.png,1\nx2.png,\n", "no label for 1 of 2"),
         ("filename,label\nx1.png,1\nx2.png,dog\n", "such as 1 and dog"),
         ("filename,label\nx1.png,1\nx2.png,-1\n", "label -1"),
+        (
+            "filename label\nx1.png dog\nx2.png Cessna 172\n",
+            "names 2 columns, and a line has 3 cells: x2.png Cessna 172;",
+        ),
+        ("filename,label\nx1.png,tench, Tinca tinca\nx2.png,dog\n", "a line has 3 cells: x1.png,tench,Tinca tinca;"),
+        ("label\tfile_name\n1\tx1.png\n0\tx2.png\t62\n", "a line has 3 cells: 0"),
         ("filename,label\nX1.PNG,1\nX2.PNG,1\n", "such as x1.png; it has those of X1.PNG, X2.PNG"),
     ],
 )

@@ -149,7 +149,8 @@ def _pairs(content: Any) -> list[tuple[str, int]]:
     content = {str(key): value for key, value in content.items()}
     if all(type(value) is int for value in content.values()) or not any(map(_DIGITS.fullmatch, content)):
         return [(name, int(str(value))) for name, value in content.items()]
-    return [(str(value[0] if isinstance(value, list) else value), int(key)) for key, value in content.items()]
+    several = ((key, value[::-1] if isinstance(value, list) else [value]) for key, value in content.items())
+    return [(str(name), int(key)) for key, names in several for name in names]  # the first name last, as the one kept
 
 
 def recorded_names(content: Any, count: int) -> tuple[str, ...]:
@@ -196,6 +197,9 @@ class LabelList:
         else:
             needed = "its first line names columns, and it needs one of file names, filename, and one of labels, label"
             raise InputError(f"{path} begins with {listing(self.head) or 'nothing'}; {needed}")
+        if long := next((row for row in rows if any(row[len(self.head) :])), None):
+            cells = f"{len(self.head)} columns, and a line has {len(long)} cells: {shortened(sign.join(long))}"
+            raise InputError(f"{path} names {cells}; name them all, or quote the cells that hold spaces or commas")
         self.columns = [number for number in range(len(self.head)) if number not in found]
         self.label, self.rows = found[0], [row for row in rows if len(row) > found[0]]
         every = dict.fromkeys(part for row in self.rows for part in _SEVERAL.split(row[self.label]))
