@@ -297,6 +297,8 @@ class Model(nn.Module):
                 hint = "channels come first: images.permute(0, 3, 1, 2), or images.transpose(0, 3, 1, 2) of NumPy"
             elif len(shape) == 5 and shape[2:] == self.input_size:
                 hint = "crops are images of their own: images.flatten(0, 1), with each label as often"
+            elif self.input_size[1:] in (shape[1:3], shape[-2:]):
+                hint = "the channels are others: repeat that of grey images, and leave out that of transparency"
             raise InputError(f"images must have shape (N, {expected}), got {shape}; {hint}")
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")
