@@ -169,6 +169,8 @@ class _Command(typer.core.TyperCommand):
         args = [_HOME.sub(lambda found: (found[1] or "") + os.path.expanduser(found[2]), one) for one in _joined(args)]
         if long := next((one for one in args if one.startswith(("–", "—"))), None):
             ctx.fail(f"{long} begins with a long dash; type --{long.lstrip('–—-')}")
+        if any(map(str.isspace, args)):
+            ctx.fail("an argument is blank; a backslash continues a line only as its last character")
         if not ctx.resilient_parsing:
             values, _, order = self.make_parser(ctx).parse_args(list(args))
             one: Any

@@ -322,6 +322,8 @@ def test_results_of_another_run_are_left_alone(artifact):
     run(*command, "0.1", *GLORO)
     assert Path("r.jsonl").read_bytes().startswith(before)
     assert sorted(row["index"] for row in read_rows()) == list(range(7))
+    Path("r.summary.json").unlink()
+    assert "r.jsonl has no summary r.summary.json, as results have; copy it," in refused(*command, "0.1", *GLORO)
 
 
 def test_a_file_that_is_being_written_is_refused_first(folder, monkeypatch):
@@ -765,6 +767,9 @@ def test_many_models_that_cannot_be_certified(artifact):
     assert "for one model, got resnet18, 0.4, 0.3; separate several numbers of an option by commas" in told
     for dashes in ("–", "—", "–-"):
         assert "begins with a long dash; type --limit;" in refused(*command, "resnet18", f"{dashes}limit", "3")
+    for blank in (" ", "\t", "\r"):  # behind the backslash at the end of a line
+        assert "an argument is blank; a backslash continues" in refused(*command, "resnet18", blank)
+        assert "an argument is blank" in refused("report", "r.jsonl", blank)
     assert "must be a folder" in refused(*command, "resnet18", "resnet34", "--out", "zoo.txt")
     assert "there is no file a.pth" in refused(*command, "a.pth", "b.pth")
 

@@ -329,7 +329,7 @@ def read_earlier(path: Path, description: Mapping[str, Any]) -> Run | None:
     if not os.path.exists(path) or not path.stat().st_size:
         return None
     if not os.path.exists(summary_path(path)):
-        raise InputError(f"{path} exists and holds no results of lipcert certify; give another --out")
+        raise InputError(f"{path} has no summary {summary_path(path)}, as results have; copy it, or give another --out")
     earlier = _summary(path)
     # Convert to JSON and back like the earlier description, which turns tuples into lists.
     current = json.loads(json.dumps(dict(description)))
