@@ -247,6 +247,18 @@ def test_no_network_is_one_line(no_hub, capfd):
     assert "Retry" not in "".join(capfd.readouterr())
 
 
+def test_certificates_that_are_not_there_are_named(monkeypatch, tmp_path):
+    file, lost = (
+        tmp_path / "corp.pem",
+        FileNotFoundError(2, "No such file or directory"),
+    )  # as ssl says it, without a name
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    assert f"SSL_CERT_FILE names {file}, which is not there" in _timm._explain("test_vit", {}, lost)
+    assert "SSL_CERT_FILE" not in _timm._explain("test_vit", {}, FileNotFoundError(2, "No such file or directory", "w"))
+    file.touch()
+    assert "SSL_CERT_FILE" not in _timm._explain("test_vit", {}, lost)
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_hub_client_is_offline_only_where_the_hub_does_not_answer(monkeypatch, answers):
     monkeypatch.setattr(_timm, "hub_answers", lambda: answers)

@@ -302,7 +302,7 @@ def check_rebuilds(model: Model) -> None:
     if model.presumed:
         raise InputError(
             f"timm builds another network for {model.source['name']} with the arguments that this module shows; give "
-            "those it was made with: lipcert.save(..., arguments={...})"
+            "those it was made with: lipcert.save(..., arguments={...}), after merging adapters: merge_and_unload()"
         )
     raise InputError(
         f"the network is not {model.source['name']} with its recorded surgery, or computes something else, as after a "

@@ -7,6 +7,7 @@ import difflib
 import http.client
 import inspect
 import logging
+import os
 import re
 import ssl
 import urllib.error
@@ -125,6 +126,9 @@ def _explain(name: str, arguments: Mapping[str, Any], error: Exception) -> str:
     if is_network_error(error):
         remedy = f"give the timm name and a file with its weights as {as_given('checkpoint=')}"
         return f"cannot download {name}: no network, or the model hub is unreachable; {remedy}"
+    authorities = os.environ.get("SSL_CERT_FILE")
+    if authorities and isinstance(error, FileNotFoundError) and not (error.filename or os.path.exists(authorities)):
+        return f"cannot download {name}: SSL_CERT_FILE names {authorities}, which is not there: correct or unset it"
     if isinstance(error, hub_errors.HfHubHTTPError):
         return f"the hub does not give out {name}: {message}; check the name, or log in if it is gated"
     if "No pretrained weights exist" in message:
