@@ -198,6 +198,8 @@ def test_networks_are_loaded_in_inference_mode(images) -> None:
         ({"images": np.zeros((5, 8, 8, 1))}, "the channels are others"),
         ({"images": torch.zeros(5, 4, 8, 8)}, "the channels are others: .* leave out that of transparency"),
         ({"images": torch.zeros(5, 1, 8, 9)}, "resize them to the model's input"),
+        ({"images": torch.zeros(5, 8, 8), "model": "grey"}, r"give grey ones theirs: images\[:, None\]"),
+        ({"images": torch.zeros(5, 3, 8, 8), "model": "grey"}, "convert images to grey"),
         ({"images": ["a", "b"]}, "images are a path"),
         ({"images": [torch.zeros(1, 1, 8, 8)], "labels": [0]}, "labels come with the batches"),
         ({"model": None}, "model is a NoneType; make one: lipcert.load"),
@@ -206,6 +208,8 @@ def test_networks_are_loaded_in_inference_mode(images) -> None:
 )
 def test_what_cannot_be_used_is_said(model, images, what, message) -> None:
     given = {"model": model, "images": images, **what}
+    if given["model"] == "grey":
+        given["model"] = lipcert.load("test_resnet", pretrained=False, in_chans=1, num_classes=10, input_size=(1, 8, 8))
     with pytest.raises(InputError, match=message):
         lipcert.certify(**given, **GLORO)
 
