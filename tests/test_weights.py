@@ -502,12 +502,17 @@ def test_modules_with_arguments_of_timm_are_saved(tmp_path, given):
 
 def test_arguments_that_do_not_show_are_given(tmp_path):
     net = timm.create_model("test_vit", img_size=32, num_classes=3, init_values=0.1).eval()
-    with pytest.raises(LipcertError, match=r"arguments=\{\.\.\.\}\), after merging adapters"):
+    with pytest.raises(LipcertError, match=r"in which blocks\.0\.ls1 is no LayerScale; .*arguments=\{"):
         lipcert.save(net, tmp_path / "m.safetensors")
     with pytest.warns(UserWarning, match="cannot be saved as it is"):
         lipcert.finetune(net, [(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))], eps=0.1, epochs=1, loss="ce")
     lipcert.save(net, tmp_path / "m.safetensors", arguments={"init_values": 0.1})
     assert lipcert.load(tmp_path / "m.safetensors").source["arguments"]["init_values"] == 0.1
+    for around in (lambda head: nn.Sequential(nn.Dropout(0.1), head), nn.utils.parametrizations.spectral_norm):
+        net = timm.create_model("test_vit", img_size=32, num_classes=3)
+        net.head = around(net.head)
+        with pytest.raises(LipcertError, match=rf"in which head is no {type(net.head).__name__}; .*merge_and_unload"):
+            lipcert.save(net.eval(), tmp_path / "o.safetensors")
 
 
 @pytest.mark.parametrize(("reader", "name"), [("torch.load", "w.pth"), ("safetensors.safe_open", "w.safetensors")])

@@ -300,9 +300,12 @@ def check_rebuilds(model: Model) -> None:
     if _structure(net) == _structure(model.net) and _agrees(net, model) and not altered:
         return
     if model.presumed:
+        others = ((path, part) for path, part in model.net.named_modules() if type(part) is not type(kinds.get(path)))
+        other = next((f", in which {path or 'the network'} is no {type(part).__name__}" for path, part in others), "")
         raise InputError(
-            f"timm builds another network for {model.source['name']} with the arguments that this module shows; give "
-            "those it was made with: lipcert.save(..., arguments={...}), after merging adapters: merge_and_unload()"
+            f"timm builds another network for {model.source['name']} with the arguments that this module shows{other}; "
+            "give those it was made with: lipcert.save(..., arguments={...}); undo first what timm did not build, such "
+            "as adapters: merge_and_unload()"
         )
     raise InputError(
         f"the network is not {model.source['name']} with its recorded surgery, or computes something else, as after a "
