@@ -244,7 +244,7 @@ def test_lists_of_classes(tmp_path, name, text):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"cat": 0, "Dog": 1}', "does not name dog (1 of 2 classes), but cat, Dog; "),
+        ('{"cat": 0, "Dog": 1}', "does not name dog (1 of 2 classes), but cat, Dog; add them, or write both alike"),
         ('["cat", "dog"]', "names 2 classes, and the model has 10"),
         ('{"cat": 0, "dog": 1, "emu": 10}', "gives emu the number 10, which is not 0 to 9; correct it"),
         ('{"cat": 1, "dog": 2, "emu": 10}', "gives emu the number 10, which is not 0 to 9; it counts from 1"),

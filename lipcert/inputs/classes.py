@@ -117,7 +117,7 @@ def read_classes(path: File, names: Sequence[str], count: int) -> dict[str, int]
     if missing := [name for name in names if composed(name) not in numbers]:
         raise InputError(
             f"{path} does not name {listing(missing)} ({len(missing)} of {len(names)} classes), but "
-            f"{listing([*numbers])}; add them, or write them as the folders are called"
+            f"{listing([*numbers])}; add them, or write both alike"
         )
     found = {composed(name) for name in names}
     earlier: dict[str | int, tuple[str, int]] = {}  # what is said of a name, and of a number
