@@ -273,7 +273,7 @@ def test_norms_are_where_the_products_take_their_vectors(device: torch.device) -
             explicit_norm(several, 2, 5, **where),
             explicit_row_norms(several, 2, 5, **where),
             row_norms_by_adjoint(several_back, 2, 6, **where),
-            row_norms(several, 2, 5, draw=ledger.draw("rows", delta=1e-9), **where),
+            row_norms(lambda v: [several(v)], 2, 5, draw=ledger.draw("rows", delta=1e-9), **where),
         ]
 
     for expected, found in zip(norms(here), norms(there, device=device), strict=True):

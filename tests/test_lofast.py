@@ -14,6 +14,7 @@ import lipcert
 from lipcert.bounds import Form, margins
 from lipcert.certifier import Anchored, Certifier
 from lipcert.certifier._lofast import Layers, LoFAST
+from lipcert.certifier.anchored.jacobians import Jacobians
 from lipcert.certifier.anchored.margin import AppliedForm, RivalMargin, change, curvature_norms, head_distances
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph
@@ -679,9 +680,34 @@ class CutOff(torch.autograd.Function):
 
 def test_a_derivative_that_is_cut_off_is_not_taken_for_none(monkeypatch):
     method = LoFAST(dense())
-    monkeypatch.setattr(Graph, "forward", lambda self, a, source, targets, values, path=None: [CutOff.apply(source)])
+    monkeypatch.setattr(Graph, "forward", lambda self, a, source, *_: [CutOff.apply(source)])
     with pytest.raises(UnsupportedOperation, match="cannot be differentiated"):
         method(small(1))
+
+
+class Entrywise(nn.Module):
+    """Functions whose derivative torch computes anew in each product."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(25, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = torch.nn.functional.gelu(self.first(x.flatten(1)))
+        return self.head(torch.nn.functional.silu(x).sin() + x.cos() + x.square() + x**3)
+
+
+def test_products_are_those_of_the_jacobian():
+    torch.manual_seed(0)
+    model = lipcert.load(Entrywise().eval(), mean=(0.2,), std=(0.5,), input_size=(1, 5, 5)).double()
+    network, images = Anchored(model).network, small(2)
+    method = Jacobians(network, tolerance=0.1, deterministic=False, seed=0)
+    values = network.values(images[:, None])
+    exact = torch.stack([torch.autograd.functional.jacobian(model, one[None]).reshape(3, 25) for one in images])
+    vectors = torch.randn(2, 25, dtype=torch.float64)
+    product, adjoint = method.operator(network.source, network.graph.output, values, several=False)
+    torch.testing.assert_close(product(vectors), torch.einsum("nij,nj->ni", exact, vectors))
+    torch.testing.assert_close(adjoint(vectors[:, :3]), torch.einsum("nij,ni->nj", exact, vectors[:, :3]))
 
 
 def test_one_way_alone_costs_nothing():

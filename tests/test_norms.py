@@ -708,7 +708,7 @@ def test_bounds_on_row_norms(rows: int, columns: int, seed: int) -> None:
     from_rows = row_norms_by_adjoint(lambda u: torch.einsum("nij,kni->knj", maps, u), 2, rows)
     torch.testing.assert_close(from_rows, longest)
     assert bool((longest <= from_rows).all())
-    bound = row_norms(product, 2, columns, draw=drawn(1e-12, seed))
+    bound = row_norms(lambda v: [product(v)], 2, columns, draw=drawn(1e-12, seed))
     assert bool((longest <= bound).all())
     assert bool((bound <= 2 * longest).all())
 
@@ -729,9 +729,10 @@ def test_norms_of_blocks_of_rows(blocks: int, block: int, columns: int, seed: in
     ):
         assert bool((found >= exact).all())
         torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-100)
-    bound = row_norms(product, 2, columns, draw=drawn(1e-12, seed), block=block)
-    assert bool((bound >= exact).all())
-    assert bool((bound <= 2.5 * exact).all())
+    both = row_norms(lambda v: [product(v), product(v)], 2, columns, (block, 1), draw=drawn(1e-12, seed))
+    for bound, norms in zip(both.split((blocks, rows), 1), (exact, maps.norm(dim=2)), strict=True):
+        assert bool((bound >= norms).all())
+        assert bool((bound <= 2.5 * norms).all())
 
 
 def test_norms_of_blocks_fail_no_more_often_than_they_say() -> None:
@@ -740,7 +741,7 @@ def test_norms_of_blocks_fail_no_more_often_than_they_say() -> None:
     failures = 0
     for seed in range(200):
         bound = row_norms(
-            lambda v: torch.einsum("nij,knj->kni", maps[:1], v), 1, 6, draw=drawn(0.2, seed), probes=4, block=3
+            lambda v: [torch.einsum("nij,knj->kni", maps[:1], v)], 1, 6, (3,), draw=drawn(0.2, seed), probes=4
         )
         failures += bound.amax().item() < 1
     assert failures <= 0.2 * 200
@@ -749,7 +750,7 @@ def test_norms_of_blocks_fail_no_more_often_than_they_say() -> None:
 def test_blocks_say_infinity_where_products_are_not_finite() -> None:
     scales = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64)[:, None]
     for found in (
-        row_norms(lambda v: scales * v, 3, 6, draw=drawn(1e-9), block=3),
+        row_norms(lambda v: [scales * v], 3, 6, (3,), draw=drawn(1e-9)),
         explicit_row_norms(lambda v: scales * v, 3, 6, block=2),
         row_norms_by_adjoint(lambda v: scales * v, 3, 6, block=3),
     ):
@@ -761,13 +762,7 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
     """With few probes and a large δ failures can be counted: at most δ of them, and not none at all."""
     maps = torch.ones(1, 1, 4, dtype=torch.float64)
     bounds = [
-        row_norms(
-            lambda v: torch.einsum("nij,knj->kni", maps, v),
-            1,
-            4,
-            draw=drawn(0.2, seed),
-            probes=2,
-        )
+        row_norms(lambda v: [torch.einsum("nij,knj->kni", maps, v)], 1, 4, draw=drawn(0.2, seed), probes=2)
         for seed in range(2000)
     ]
     failures = sum(float(bound) < 2 for bound in bounds)
@@ -777,7 +772,7 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
 def test_row_norms_say_infinity_where_products_are_not_finite() -> None:
     scales = torch.tensor([[float("nan")], [float("inf")], [1.0]], dtype=torch.float64)
     for bound in (
-        row_norms(lambda v: scales * v, 3, 6, draw=drawn(1e-9)),
+        row_norms(lambda v: [scales * v], 3, 6, draw=drawn(1e-9)),
         explicit_row_norms(lambda v: scales * v, 3, 6),
         row_norms_by_adjoint(lambda v: scales * v, 3, 6),
     ):

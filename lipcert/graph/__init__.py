@@ -7,7 +7,7 @@ no bounds.
 
 from lipcert.graph._capture import capture, unchecked
 from lipcert.graph._constants import MADE, UNKNOWN
-from lipcert.graph._graph import Emit, Graph, Node, evaluate, evaluate_each, rewritten
+from lipcert.graph._graph import Emit, Graph, Node, applied, evaluate, evaluate_each, rewritten
 from lipcert.graph._intact import alterations, check_torch
 from lipcert.graph._operations import SIGNATURES, SYNONYMS, canonical
 from lipcert.graph._stages import cuts, logits, needed, segment

@@ -75,6 +75,21 @@ class Node:
         return f"<{self.name} {self.shape} at {self.path or '(model)'}>"
 
 
+def applied(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """An operation on tensors.
+
+    A module that is kept whole runs in real arithmetic if it was captured in float64. Single operations were already
+    recorded in real arithmetic.
+    """
+    exact = isinstance(node.function, nn.Module) and torch.float64 in {getattr(x, "dtype", None) for x in args}
+    with RealArithmetic() if exact else nullcontext():
+        return node.function(*args, **kwargs)
+
+
+# What an operation does with its arguments.
+Operate = Callable[[Node, tuple[Any, ...], dict[str, Any]], Any]
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured network: its nodes in execution order, from ``input`` to ``output``.
@@ -105,12 +120,13 @@ class Graph:
         targets: Sequence[Node],
         values: Mapping[Node, Tensor],
         path: Sequence[Node] | None = None,
+        on: Operate = applied,
     ) -> list[Tensor]:
         """The targets for N values of ``source``; nodes independent of it keep their nominal values."""
         path = self.between(source, targets) if path is None else path
         inside = {source, *path}
         outside = (operand for node in path for operand in node.operands if operand not in inside)
-        found = evaluate_each(path, {source: value, **{node: values[node] for node in outside}}, targets)
+        found = evaluate_each(path, {source: value, **{node: values[node] for node in outside}}, targets, on=on)
         return [found[target] for target in targets]
 
     @cached_property
@@ -147,22 +163,11 @@ class Graph:
         return [node for node, bit in zip(self.nodes, bits, strict=False) if bit == "1"]
 
 
-def applied(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An operation on tensors.
-
-    A module that is kept whole runs in real arithmetic if it was captured in float64. Single operations were already
-    recorded in real arithmetic.
-    """
-    exact = isinstance(node.function, nn.Module) and torch.float64 in {getattr(x, "dtype", None) for x in args}
-    with RealArithmetic() if exact else nullcontext():
-        return node.function(*args, **kwargs)
-
-
 def evaluate(
     nodes: Sequence[Node],
     values: dict[Node, Any],
     targets: Collection[Node] = (),
-    on: Callable[[Node, tuple[Any, ...], dict[str, Any]], Any] = applied,
+    on: Operate = applied,
 ) -> dict[Node, Any]:
     """Evaluates nodes in order; adds their values to ``values``, which has those of the other nodes that they read.
 
@@ -189,11 +194,12 @@ def evaluate_each(
     given: Mapping[Node, Tensor],
     targets: Sequence[Node],
     added: Mapping[Node, Tensor] = MappingProxyType({}),
+    on: Operate = applied,
 ) -> dict[Node, Tensor]:
     """:func:`evaluate` for N images, each alone under ``torch.vmap``; values have the shape (N, *node.shape).
 
     So images cannot influence each other, whatever the network does with its batch axis. ``added`` has numbers that
-    are added to the values of some nodes.
+    are added to the values of some nodes, ``on`` is that of :func:`evaluate`.
     """
 
     def one(start: tuple[Tensor, ...], extra: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -203,7 +209,7 @@ def evaluate_each(
             return value + more[node] if node in more else value
 
         values = {node: moved(node, value) for node, value in zip(given, start, strict=True)}
-        evaluate(nodes, values, targets, lambda node, args, kwargs: moved(node, applied(node, args, kwargs)))
+        evaluate(nodes, values, targets, lambda node, args, kwargs: moved(node, on(node, args, kwargs)))
         return tuple(values[target] for target in targets)
 
     return dict(zip(targets, torch.vmap(one)(tuple(given.values()), tuple(added.values())), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def explicit_row_norms(
     With ``block`` > 1, bounds on the spectral norms of the blocks of rows 0 to block − 1, block to 2 block − 1, ….
     """
     unit = torch.eye(size, dtype=torch.float64, device=device)
-    return _block_norms(product, unit, images, block) * (1 + 1e-9)
+    return _block_norms(lambda part: [product(part)], unit, images, [block]) * (1 + 1e-9)
 
 
 def row_norms_by_adjoint(
@@ -72,28 +73,30 @@ def row_norms_by_adjoint(
 
 
 def row_norms(
-    product: Product,
+    products: Callable[[Tensor], Sequence[Tensor]],
     images: int,
     size: int,
+    blocks: Sequence[int] = (1,),
     *,
     draw: Draw,
     probes: int = 256,
-    block: int = 1,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Upper bounds on the row norms of each J_n; all hold together except with probability at most ``draw.delta``.
+    """Upper bounds on the norms of the rows of one or several J_n, or of blocks of rows, shape (N, all blocks).
+
+    All hold together except with probability at most ``draw.delta``. ``products`` takes a vector to its products with
+    each of the J_n, in which blocks have these numbers of rows.
 
     For Gaussian vectors g_1 … g_k the entry i of J g_t has variance ‖row i‖², so Σ_t (J g_t)_i² is ‖row i‖² times a χ²
     variable with k degrees of freedom, which is below c·k, c < 1, with probability at most (c e^(1 − c))^(k/2)
     (Chernoff's bound). Over m rows: all ‖row i‖² ≤ Σ_t (J g_t)_i² / (c k), except with probability m (c
     e^(1 − c))^(k/2). Bisection finds the c for which that is δ; c is rounded down.
 
-    With ``block`` > 1 the results bound the spectral norms of blocks B of ``block`` rows of J. Let u be the unit vector
+    With a block > 1 the results bound the spectral norms of blocks B of so many rows of J. Let u be the unit vector
     with ‖Bᵀu‖ = ‖B‖. Then Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, because u depends on B alone, and it is
     at most the largest eigenvalue of Σ_t (B g_t)(B g_t)ᵀ. So that eigenvalue replaces Σ_t (J g_t)_i².
     """
-    vectors = draw.normal(probes, size).to(device)
-    norms = _block_norms(product, vectors, images, block)
+    norms = _block_norms(products, draw.normal(probes, size).to(device), images, blocks)
     target = 2 / probes * math.log(draw.delta / norms.shape[1])
     low, high = math.exp(target - 1), 1.0  # log c + 1 − c ≤ target at c = low
     for _ in range(60):
@@ -102,17 +105,25 @@ def row_norms(
     return norms / math.sqrt(low * (1 - 1e-9) * probes) * (1 + 1e-9)
 
 
-def _block_norms(product: Product, vectors: Tensor, images: int, block: int) -> Tensor:
-    """Roots of bounds on the largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ for blocks B of rows, (N, blocks)."""
+def _block_norms(
+    products: Callable[[Tensor], Sequence[Tensor]], vectors: Tensor, images: int, blocks: Sequence[int]
+) -> Tensor:
+    """Roots of bounds on the largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ for blocks B of rows, (N, all blocks)."""
+    moved = (products(part[:, None].expand(-1, images, -1)) for part in vectors.split(max(_TOGETHER // images, 8)))
+    found = [[_sums(part.flatten(2), block) for part, block in zip(parts, blocks, strict=True)] for parts in moved]
+    norms = [
+        root_sum(*sums) if block == 1 else _top(torch.stack(sums).sum(0)).clamp_min(SMALLEST**2).sqrt()
+        for block, sums in zip(blocks, zip(*found, strict=True), strict=True)
+    ]
+    return torch.cat(norms, 1)
+
+
+def _sums(moved: Tensor, block: int) -> Tensor:
+    """The norms over t of (J_n v_t)_i, shape (N, rows), or the Gram matrices of blocks of rows."""
     if block == 1:
-        parts = (product(part[:, None].expand(-1, images, -1)).flatten(2) for part in vectors.split(_TOGETHER))
-        return root_sum(*(l2_norm(part, 0) for part in parts))
-    total: Tensor | float = 0.0
-    for part in vectors.split(_TOGETHER):
-        moved = product(part[:, None].expand(-1, images, -1)).flatten(2).unflatten(2, (-1, block))
-        total = total + torch.einsum("tnbi,tnbj->nbij", moved, moved)
-    assert isinstance(total, Tensor)
-    return _top(total).clamp_min(SMALLEST**2).sqrt()
+        return l2_norm(moved, 0)
+    rows = moved.unflatten(2, (-1, block))
+    return torch.einsum("tnbi,tnbj->nbij", rows, rows)
 
 
 def _top(gram: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from lipcert.bounds import Form, Tag, arguments, per_image, tagged
 from lipcert.certifier.anchored.network import Network, an_image
 from lipcert.errors import InputError, UnsupportedOperation
-from lipcert.graph import Node, evaluate_each
+from lipcert.graph import Node, applied, evaluate_each
 from lipcert.norms import (
     Draw,
     dot_error,
@@ -230,12 +230,14 @@ class Jacobians:
         a: Node,
         b: Node,
         values: Values,
-        *,
+        *more: Node,
         several: bool,
         form: Form | None = None,
         path: Sequence[Node] | None = None,
     ) -> LinearOperator:
         """M G(a → b) by autograd; from a source that is read through a :class:`Narrowing`, M G(z → b) L.
+
+        With ``more`` values, the rows of G to each of them follow. Only those to b are checked as described next.
 
         If b does not depend on a, for instance because the value is overwritten, then Gᵀw does not depend on w for
         autograd. A derivative that was detached looks the same. So G = 0 is checked on a random w.
@@ -245,8 +247,9 @@ class Jacobians:
         source = nominal.requires_grad_() if narrow is None else torch.zeros_like(nominal, requires_grad=True)
         with torch.enable_grad():
             entered = source if narrow is None else nominal + narrow(source)
-            (target,) = self.network.graph.forward(start, entered, [b], values, path)
+            target, *others = self.network.graph.forward(start, entered, [b, *more], values, path, _linear)
             target = target if form is None else form(target)
+            target = torch.cat([per_image(one) for one in (target, *others)], 1) if others else target
             weight = torch.zeros_like(target, requires_grad=True)
             (pulled,) = torch.autograd.grad(target, source, weight, create_graph=True)
         if not pulled.requires_grad:
@@ -323,22 +326,29 @@ class Jacobians:
             forth, back, images, size, draw=draw, tolerance=self.tolerance, together=copies > 1, device=device
         )
 
-    def rows(self, a: Node, b: Node, values: Values, draw: Draw | None, block: int) -> Tensor:
-        """Upper bounds on the norms of the blocks of ``block`` consecutive rows of G(a → b), shape (N, blocks)."""
-        images, rows, columns = len(values[a]), b.entries, self._entry(a).entries
+    def rows(self, a: Node, targets: Sequence[tuple[Node, int]], values: Values, draw: Draw | None) -> Tensor:
+        """Upper bounds on the norms of blocks of consecutive rows of G(a → b), shape (N, all blocks).
+
+        ``targets`` are the b and the rows of a block: one without a ``draw``. A product with a vector of a draw serves
+        all of them; :meth:`norm` checks that autograd finds their derivatives.
+        """
+        nodes, blocks = zip(*targets, strict=True)
+        images, columns, counts = len(values[a]), self._entry(a).entries, [b.entries for b in nodes]
+        rows, grams = sum(counts), sum(count * block for count, block in zip(counts, blocks, strict=True))
         if not rows * columns:
-            return values[a].new_zeros(images, max(1, rows // block), dtype=torch.float64)
-        together = min(images, max(1, _MOST // (rows * columns))) if self.explicit(a, rows) else images
+            return values[a].new_zeros(images, max(1, rows // blocks[0]), dtype=torch.float64)
+        together = images if draw is not None else min(images, max(1, _MOST // (rows * columns)))
         norms = []
-        for _, part in _parts(values, images, max(1, min(together, GRAMS // (rows * block)))):
-            jacobian = self.operator(a, b, part, several=True)
-            count, device = len(part[a]), part[a].device
-            if rows <= 2 * min(PROBES, columns):
-                norms.append(row_norms_by_adjoint(jacobian.adjoint, count, rows, block=block, device=device))
-            elif draw is None:
-                norms.append(explicit_row_norms(jacobian.product, count, columns, block=block, device=device))
+        for _, part in _parts(values, images, max(1, min(together, GRAMS // grams))):
+            jacobian = self.operator(a, nodes[0], part, *nodes[1:], several=True)
+            product, device, each = jacobian.product, part[a].device, len(part[a])
+            if draw is not None:
+                found = row_norms(_split(product, counts), each, columns, blocks, draw=draw, device=device)
+            elif rows <= 2 * min(PROBES, columns):
+                found = row_norms_by_adjoint(jacobian.adjoint, each, rows, block=blocks[0], device=device)
             else:
-                norms.append(row_norms(jacobian.product, count, columns, draw=draw, block=block, device=device))
+                found = explicit_row_norms(product, each, columns, block=blocks[0], device=device)
+            norms.append(found)
         return torch.cat(norms)
 
     def columns(self, a: Node, b: Node, values: Values, draw: Draw | None, form: Form | None = None) -> Tensor:
@@ -347,7 +357,25 @@ class Jacobians:
         images, device = len(values[b]), values[b].device
         if draw is None:
             return explicit_row_norms(jacobian.adjoint, images, rows, device=device)
-        return row_norms(jacobian.adjoint, images, rows, draw=draw, probes=_COLUMN_PROBES, device=device)
+        products = _split(jacobian.adjoint, [self._entry(a).entries])
+        return row_norms(products, images, rows, draw=draw, probes=_COLUMN_PROBES, device=device)
+
+
+def _linear(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an operation; with the slope as a number where torch computes it anew in each product.
+
+    So a product with the slope rounds once more, which the bounds on the errors of operations have room for.
+    """
+    if not tagged(node, Tag.ENTRYWISE) or not node.args or [node.args[0]] != [*node.operands]:
+        return applied(node, args, kwargs)
+    at = args[0].detach()
+    result, slope = torch.func.jvp(lambda x: applied(node, (x, *args[1:]), kwargs), (at,), (torch.ones_like(at),))[:2]
+    return result + slope * (args[0] - at) if result.shape == at.shape else applied(node, args, kwargs)
+
+
+def _split(product: Callable[[Tensor], Tensor], counts: list[int]) -> Callable[[Tensor], Sequence[Tensor]]:
+    """Products with matrices that have these numbers of rows, from one with all their rows."""
+    return lambda v: product(v).split(counts, -1)
 
 
 def rows_of(b: Node, values: Values, form: Form | None) -> int:

@@ -31,8 +31,8 @@ from lipcert.numerics import SAFETY
 
 # The number of rival classes for which contracted forms are used.
 ROUNDS = 4
-# The largest number of entries in the values of rival classes examined together, 256 MiB.
-_ENTRIES = 2**25
+# The number of entries in the values of rival classes examined together, if these are several: 8 MiB stay in a cache.
+_ENTRIES = 2**20
 # Below this many floating-point operations for the norms of an image, radii are full in any case.
 FULL = 2e10
 # What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.

@@ -6,7 +6,8 @@ computed, bounds on their rounding errors (:mod:`lipcert.roundoff`), and the nor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,8 @@ from lipcert.settings import RIGORS
 # The norms of the columns of M G, for one rival class at a time, are computed for at most this many rows.
 FORM_ROWS = 1024
 NormProgress = Callable[[int, int], None]
+# Products with Jacobians of more rows, from one value, are taken separately.
+_ROWS = 2**19
 # The tolerance of norms that are the same for all images and computed once, relative to the usual tolerance.
 _CONSTANT = 0.02
 
@@ -142,6 +145,14 @@ class NormFinder:
             seed=options.seed,
             delta=self._charge,
         )
+        # Row norms from one value take the same random vectors, but for those that need none, or one image.
+        together: dict[tuple[Node, Node | int], list[Node]] = {}
+        rows = Counter[Node]()
+        for a, b in plan.computed_peaks:
+            alone = self.jacobians.explicit_rows(a, b) or network.affine_path(a, b)
+            together.setdefault((a, b if alone else rows[a] // _ROWS), []).append(b)
+            rows[a] += b.entries
+        self._together = [(a, targets) for (a, _), targets in together.items()]
         if options.deterministic:
             self.jacobians.check_sizes([*plan.pairs, *((link.operand, link.node) for link in plan.links)])
 
@@ -161,8 +172,8 @@ class NormFinder:
             gains[a, b] = self._norm(a, b, values, ledger)
             report(len(gains), total)
         rows: dict[Pair, Tensor] = {}
-        for a, b in plan.computed_peaks:
-            rows[a, b] = self._row_norms(a, b, values, ledger)
+        for a, targets in self._together:
+            rows |= zip([(a, b) for b in targets], self._row_norms(a, targets, values, ledger), strict=True)
             report(len(gains) + len(rows), total)
         columns = {(v, u): self._column_norms(v, u, values, ledger) for v, u in plan.columns}
         links = {link: self._link_norm(link, number, values, ledger) for number, link in enumerate(plan.links)}
@@ -212,12 +223,19 @@ class NormFinder:
         same = self.network.affine_path(a, b)
         return self._once(("norm", a, b), same, values, lambda by, part: by.norm(a, b, part, draw))
 
-    def _row_norms(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
-        """The norms of the rows of G(a → b), or of blocks of rows, as computed, shape (N, blocks)."""
-        draw = self._draw(ledger, "peak", a, b, explicit=self.jacobians.explicit_rows(a, b))
-        block, arranged = self.plan.blocks[b]
-        target, same = b if block == 1 else arranged, self.network.affine_path(a, b)
-        return self._once(("peak", a, b), same, values, lambda by, part: by.rows(a, target, part, draw, block))
+    def _row_norms(
+        self, a: Node, targets: Sequence[Node], values: dict[Node, Tensor], ledger: Ledger
+    ) -> Sequence[Tensor]:
+        """The norms of the rows of G(a → b), or of blocks of rows, as computed, each of shape (N, blocks)."""
+        first, counts, arranged = targets[0], list[int](), list[tuple[Node, int]]()
+        for b in targets:
+            block, place = self.plan.blocks[b]
+            arranged.append((b if block == 1 else place, block))
+            counts.append(max(1, b.entries // block))
+        explicit, same = self.jacobians.explicit_rows(a, first), self.network.affine_path(a, first)
+        draw = self._draw(ledger, "peak", a, *targets, explicit=explicit, charges=len(targets))
+        key = "peak", a, first
+        return self._once(key, same, values, lambda by, part: by.rows(a, arranged, part, draw)).split(counts, 1)
 
     def _column_norms(self, a: Node, b: Node, values: dict[Node, Tensor], ledger: Ledger) -> Tensor:
         """The norms of the columns of G(a → b) for an affine path, as computed, shape (N, entries of a)."""
@@ -278,7 +296,9 @@ class NormFinder:
         sizes = by.columns(a, b, values, None, form)
         return sizes + (explicit_error(a.entries, rows) * norms.error(a, self.network.root(b), form))[:, None]
 
-    def _draw(self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, explicit: bool) -> Draw | None:
+    def _draw(
+        self, ledger: Ledger, kind: str, a: Node, b: Node, *more: Node | int, explicit: bool, charges: int = 1
+    ) -> Draw | None:
         """Start vectors for a bound on G(a → b); None if it is computed ``explicit``, or G is empty.
 
         The key consists of the positions of the operations in the network. So a norm has the same vectors whichever
@@ -288,4 +308,4 @@ class NormFinder:
             return None
         place = self.network.graph.position
         numbers = [item if isinstance(item, int) else place[item] for item in (a, b, *more)]
-        return ledger.draw(kind, *numbers, delta=self._charge)
+        return ledger.draw(kind, *numbers, delta=charges * self._charge)
