@@ -286,7 +286,7 @@ def test_entries_that_are_no_tensors_are_left_out(tmp_path, entry):
 def test_a_file_that_is_not_there(tmp_path):
     (tmp_path / "w.pth").symlink_to(tmp_path / "blob")
     assert "it is a link to" in refused(tmp_path / "w.pth")
-    with pytest.raises(LoadError, match="download it first"):
+    with pytest.raises(LoadError, match="no file https://example.org/w.pth; download it first"):
         read_checkpoint("https://example.org/w.pth")
     (tmp_path / "model.pth.crdownload").touch()
     with pytest.raises(LoadError, match=r"the folder has model\.pth\.crdownload"):

@@ -354,9 +354,7 @@ def _notes(
     model: Model, chosen: Mapping[str, Layer], entries: Sequence[LayerConstraint], held_out: int
 ) -> Iterator[str]:
     if not held_out:
-        yield (
-            f"no held-out images, so the errors on other images are unknown; pass at least {EVERY} images, or held_out="
-        )
+        yield f"no held-out images, so the errors on other images are unknown; give at least {EVERY} images"
     few = [entry for entry in entries if entry.rows < entry.width]
     if few:
         least = min(few, key=lambda entry: entry.rows / entry.width)

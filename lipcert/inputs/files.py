@@ -44,6 +44,7 @@ def no_file(path: File, more: str = "") -> LoadError:
     """The error of a file that does not exist, with what to do."""
     name = shortened(os.fspath(path))
     if re.match(r"\w{2,}:/", name):
+        name = re.sub(":/+", "://", name, count=1)  # of a Path, which has one slash
         more = more or "; download it first, and give its path"
     elif os.path.islink(path):
         more = f": it is a link to {shortened(os.readlink(path))}, which does not exist; copy the file itself"
