@@ -3,13 +3,13 @@
     python -m benchmarks.speed --data ../shared/data/cifar10/test.tar --vit ../real/dino
     python -m benchmarks.speed --data ../shared/data/cifar10/test.tar --only gloro smoothing
 
-``gloro`` is timed in turn with the forward pass in float64 and in float32, and smoothing with those of network and
-denoiser in one format, all on one thread. Commands run in processes of their own, in empty folders; those for a DINOv2
-ViT-S need ``--vit``, a folder with vit.safetensors and images/val. ``--only`` keeps the other rows of an earlier run.
-Times are CPU seconds; of commands also seconds by the clock, to the first row and to the end, which mean something on
-idle cores, as do their ratios for one and two workers. CPU seconds to the first row are those of the command's own
-process, on Linux. The table is printed, and goes with the environment and the load of the machine to
-benchmarks/results/speed.json.
+``gloro`` is timed in turn with the forward pass in float64 and in float32, smoothing with those of network and denoiser
+in one format, and ``lipcert.lipschitz`` for two networks; all on one thread. Commands run in processes of their own, in
+empty folders; those for a DINOv2 ViT-S need ``--vit``, a folder with vit.safetensors and images/val. ``--only`` keeps
+the other rows of an earlier run. Times are CPU seconds; of commands also seconds by the clock, to the first row and to
+the end, which mean something on idle cores, as do their ratios for one and two workers. CPU seconds to the first row
+are those of the command's own process, on Linux. The table is printed, and goes with the environment and the load of
+the machine to benchmarks/results/speed.json.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from lipcert.smoothing import SELECTION, Smoothing
 
 RESULT = Path(__file__).parent / "results" / "speed.json"
 NETWORK, EPS, BATCH, SAMPLES = "cifar10-liresnet", "36/255", 64, 500
+BOUNDED = ("resnet18", "vit_base_patch16_224")
 VIT = (
     "certify vit_small_patch14_dinov2 --model-args 'img_size=224 num_classes=4' --checkpoint {vit}/vit.safetensors "
     "--data {vit}/images/val --eps 0.1"
@@ -104,6 +105,14 @@ def smoothing(data: str, rounds: int) -> dict[str, float]:
     return found
 
 
+def bound(name: str) -> dict[str, float]:
+    """The Lipschitz bound of a timm network with random weights."""
+    model = lipcert.load(name, pretrained=False)
+    started = time.process_time()
+    lipcert.lipschitz(model)
+    return {"CPU s": time.process_time() - started}
+
+
 def seconds(command: str) -> dict[str, float]:
     """Seconds of a command to its first row and to its end, and CPU seconds.
 
@@ -135,10 +144,15 @@ def main() -> None:
     parser.add_argument("--vit", type=Path, help="a folder with vit.safetensors and images/val")
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", choices=["gloro", "smoothing", *COMMANDS], help="by default all")
+    parser.add_argument("--only", nargs="*", choices=["gloro", "smoothing", *BOUNDED, *COMMANDS], help="by default all")
     args = parser.parse_args()
     table: dict[str, Any] = json.loads(RESULT.read_text()) if args.only and RESULT.exists() else {}
-    asked = args.only or ["gloro", "smoothing", *(c for c in COMMANDS if args.vit or "{vit}" not in COMMANDS[c])]
+    asked = args.only or [
+        "gloro",
+        "smoothing",
+        *BOUNDED,
+        *(c for c in COMMANDS if args.vit or "{vit}" not in COMMANDS[c]),
+    ]
     places = {"data": args.data.resolve(), "vit": args.vit and args.vit.resolve()}
     threads = torch.get_num_threads()
     for name in asked:
@@ -148,7 +162,11 @@ def main() -> None:
         else:
             torch.set_num_threads(1)
             data = str(places["data"])
-            found = gloro(data, args.images, args.rounds) if name == "gloro" else smoothing(data, args.rounds)
+            kinds = {
+                "gloro": partial(gloro, data, args.images, args.rounds),
+                "smoothing": partial(smoothing, data, args.rounds),
+            }
+            found = kinds[name]() if name in kinds else bound(name)
         table[name] = {what: round(value, 3) for what, value in found.items()} | {"load before": round(load, 1)}
         if name.endswith("two workers") and (one := table.get(name.replace("two workers", "one worker"))):
             table[name]["times as fast as one"] = round(one["elapsed, s"] / table[name]["elapsed, s"], 2)
