@@ -6,15 +6,18 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import einops
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from einops.layers.torch import Rearrange
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modules import seeded
 from torch import Tensor, nn
 
+import lipcert
 from lipcert.bounds import analyze, explicit_maxima
 from lipcert.errors import InputError, UnsupportedOperation
 from lipcert.graph import Graph, Node, _forms, canonical, capture, needed
@@ -621,3 +624,28 @@ def test_a_replay_keeps_no_value_that_nothing_reads(monkeypatch: pytest.MonkeyPa
     assert torch.equal(graph.replay(image), net(image))
     assert max(held) == 2
     assert torch.equal(graph.replay(2 * image), net(2 * image))
+
+
+class Einops(nn.Module):
+    """Attention in the functions and layers of einops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = Rearrange("b c (h p) (w q) -> b (h w) (p q c)", p=4, q=4)
+        self.embed, self.mixed, self.head = nn.Linear(16, 8), nn.Linear(8, 24), nn.Linear(8, 3)
+        self.token = nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(self.patches(x))
+        tokens, _ = einops.pack([einops.repeat(self.token, "1 1 d -> b 1 d", b=len(x)), tokens], "b * d")
+        q, k, v = einops.rearrange(self.mixed(tokens), "b n (three h d) -> three b h n d", three=3, h=2)
+        mixed = einops.einsum((q @ k.mT).softmax(-1), v, "b h i j, b h j d -> b i h d")
+        return self.head(einops.reduce(mixed, "b n h d -> b (h d)", "mean"))
+
+
+def test_functions_of_einops_are_recorded() -> None:
+    torch.manual_seed(0)
+    module, size = Einops().eval(), (1, 1, 8, 8)
+    same_on_other_images(module, capture(module, image(size=size)), size)
+    model = lipcert.load(module, mean=(0.5,), std=(0.5,), input_size=size[1:])
+    assert bool((lipcert.certify(model, image(size=size), eps="1/255", method="anchored").radius > 0).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -200,6 +201,8 @@ class _Recorder:
         self.derived: Derived | None = None
         self.problems: list[tuple[str, str]] = []
         self.precision = matmul_precision()
+        if (einops := sys.modules.get("einops._backends")) is not None:  # it asks for the library of a type
+            getattr(einops, "_type2backend", {})[Tracked] = einops.get_backend(images)
 
     @property
     def path(self) -> str:
