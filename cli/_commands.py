@@ -8,8 +8,10 @@ import difflib
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections import Counter
@@ -171,14 +173,22 @@ class _Command(typer.core.TyperCommand):
             ctx.fail(f"{long} begins with a long dash; type --{long.lstrip('–—-')}")
         if any(map(str.isspace, args)):
             ctx.fail("an argument is blank; a backslash continues a line only as its last character")
+        for first, second in itertools.pairwise(re.sub(r"^--[\w-]+=", "", one) for one in args):
+            path = f"{first} {second}"
+            whole = any(len(end) > len(first) and os.path.exists(end) for end in (path, os.path.dirname(path)))
+            if whole and not (os.path.exists(first) and os.path.exists(second)):
+                ctx.fail(f"a path with a blank stands in quotes: {shlex.quote(path)}")
         if not ctx.resilient_parsing:
             values, _, order = self.make_parser(ctx).parse_args(list(args))
             one: Any
+            named = {name for one in self.get_params(ctx) for name in one.opts if name.startswith("-")}
             for one in order:
-                if getattr(one, "opts", None) and one.param_type_name == "option" and values.get(one.name) == "":
-                    ctx.fail(
-                        f"{one.opts[0]} has an empty value, as of a variable that is not set; give one, or leave it out"
-                    )
+                given: Any = values.get(one.name)
+                for value in given if one.multiple else [given]:
+                    following = str(value).partition("=")[0]  # the next option, in place of a value
+                    if one.param_type_name == "option" and following in ("", *named):
+                        no = f"no value before {following}" if following else "an empty value"
+                        ctx.fail(f"{one.opts[0]} has {no}, as of a variable that is not set; give one, or leave it out")
             for one, times in Counter(order).items():
                 combines = one.param_type_name == "argument" or one.multiple or (one.is_flag and not one.secondary_opts)
                 if times > 1 and not combines:

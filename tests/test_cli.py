@@ -351,9 +351,33 @@ def test_results_name_the_model_and_its_file_and_not_why_it_was_chosen(folder):
     assert facts(run(*command).stdout)["model"] == "digits-vit, bundled"
 
 
+def test_paths_with_blanks_outside_quotes(folder):
+    Path("My Drive/a b").mkdir(parents=True)
+    Path("My Drive/r.jsonl").touch()
+    for words, path in (
+        (["certify", "--eps", "0.1", "--data", "My", "Drive/a b"], "My Drive/a b"),
+        (["certify", "--eps", "0.1", "--data=My", "Drive/a", "b"], "My Drive/a"),
+        (["certify", "test_vit", "--eps", "0.1", "--out", "My", "Drive/new.jsonl"], "My Drive/new.jsonl"),
+        (["report", str(Path("My").resolve()), "Drive/r.jsonl"], "My Drive/r.jsonl"),
+    ):
+        assert "a path with a blank stands in quotes: '" in (told := refused(*words))
+        assert f"{path}'" in told
+    Path("My").touch()
+    assert "in quotes: 'My Drive/r.jsonl'" in refused("report", "My", "Drive/r.jsonl")
+    Path("Drive").mkdir()  # and both are names
+    Path("Drive/r.jsonl").touch()
+    assert "in quotes" not in run("report", "My", "Drive/r.jsonl", code=2).stderr
+
+
 def test_names_that_a_script_left_empty_or_made_too_long(folder):
     for option in ("--data", "--labels", "--checkpoint", "--out"):
         assert f"{option} has an empty value" in refused("certify", "--eps", "0.1", option, "")
+        for following in (["--eps", "0.1"], ["--eps=0.1"], ["-q", "--eps", "0.1"]):
+            told = refused("certify", "test_vit", option, *following)
+            assert f"{option} has no value before {following[0][:5]}, as of a variable that is not set" in told
+    assert "--model-args has no value before --eps" in refused("certify", "test_vit", "--model-args", "--eps", "0.1")
+    assert "--eps has no value before --limit" in refused("certify", "test_vit", "--eps", "--limit", "3")
+    assert "--data has no value before --epochs" in refused("finetune", "digits-vit", "--data", "--epochs", "1")
     assert "give a shorter one" in refused("certify", "digits-vit", "--eps", "0.1", "--out", "x" * 245 + ".jsonl")
     words = ("convert", "test_vit", "--no-pretrained", "--out")
     for name in ("k.pt", "k.onnx"):
