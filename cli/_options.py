@@ -61,7 +61,7 @@ Data = Annotated[
 Classes = Annotated[
     Path | None,
     typer.Option(
-        help="A file with the classes in the order of the model: one per line, with or without its number, or JSON."
+        help="A file with the classes in the order of the model: one per line, with or without numbers, JSON or YAML."
     ),
 ]
 Labels = Annotated[Path | None, typer.Option(help="A CSV file with columns filename and label.")]

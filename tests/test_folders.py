@@ -229,6 +229,12 @@ def test_natural_order_is_said_where_it_is_not_the_sorted_one(tmp_path):
         ("c.json", '{"dog": "7", "cat": "3", "hound": "7"}'),
         ("c.json", '{"label2id": {"cat": 3, "dog": 7}}'),
         ("c.txt", "a\nb\nc\ncat\ne\nf\ng\ndog\ni\nj\n"),
+        ("c.txt", "{3: 'cat',\n 7: \"dog\", 0: 'tench, Tinca tinca'}\n"),  # as Python prints a dict
+        ("c.txt", "['a', 'b', 'c', 'cat', 'e', 'f', 'g', 'dog', 'i', 'j']"),
+        ("c.yaml", "path: x\nnc: 10\nnames: [no, b, c, cat, e, f, g, dog, i, j]\n"),  # of Ultralytics
+        ("c.yml", "names:\n  3: cat\n  7: dog\n"),
+        ("c.yaml", "cat: 3\ndog: 7\n"),
+        ("c.txt", "a: 0\nb: 1\nc: 2\ncat: 3\ne: 4\nf: 5\ng: 6\ndog: 7\ni: 8\nj: 9\n"),
         ("c.txt", "crane\nb\nc\ncat\ncrane\nf\ng\ndog\ni\nj\n"),  # as in lists of ImageNet
         ("c.json", '["a", "b", "c", "cat", "e", "f", "g", "dog", "i", "j"]'),
     ],
@@ -256,6 +262,8 @@ def test_lists_of_classes(tmp_path, name, text):
         ("3", "no list of classes"),
         ("", "is empty"),
         ('{"cat": 3, "dog": 1, "cat": 2}', "a name occurs twice"),
+        ("{'cat': 3, 'dog'", "no list of classes"),
+        ("[" * 5000, "no list of classes"),
     ],
 )
 def test_lists_of_classes_that_do_not_fit(tmp_path, text, says):

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import yaml
 from timm.data import ImageNetInfo, infer_imagenet_subset
 
 from lipcert.errors import InputError, first_line, shortened
@@ -84,19 +85,21 @@ def natural(names: Sequence[str]) -> list[str]:
 
 
 def read_classes(path: File, names: Sequence[str], count: int) -> dict[str, int]:
-    """The numbers of some classes by a list, or JSON.
+    """The numbers of some classes by a list, JSON or YAML.
 
-    A list has one name per line, in the order of the numbers, as timm's class maps; or a name and its number.
+    A list has one name per line, in the order of the numbers, as timm's class maps; or a name and its number. What
+    begins and ends with brackets, as a printed dict, is read as JSON is.
     """
     text = _text(Path(path))
     mapping = False
-    if Path(path).suffix.lower() == ".json":
-        pairs, mapping = _of_json(text, path), not text.lstrip().startswith("[")
+    ends = text.strip()[:1] + text.strip()[-1:]
+    if Path(path).suffix.lower() in (".json", ".yaml", ".yml") or ends in ("[]", "{}"):
+        pairs, mapping = _of_markup(text, path)
     else:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if are_wordnet_ids([line.split()[0] for line in lines]):  # with what they mean after them
             lines = [line.split()[0] for line in lines]
-        numbered = [re.fullmatch(r"(\d+)[\s,;:]+(\S.*)|(.*\S)[\s,;:]+(\d+)", line) for line in lines]
+        numbered = [re.fullmatch(r"(\d+)[\s,;:]+(\S.*)|(.*[^\s,;:])[\s,;:]+(\d+)", line) for line in lines]
         if all(numbered) and not {*map(composed, names)} & {*map(composed, lines)}:
             pairs = [(m[2] or m[3], int(m[1] or m[4])) for m in numbered if m is not None]
             turned = {(str(number), int(name)) for name, number in pairs if _DIGITS.fullmatch(name)}
@@ -130,15 +133,18 @@ def read_classes(path: File, names: Sequence[str], count: int) -> dict[str, int]
     return {name: numbers[composed(name)] for name in names}
 
 
-def _of_json(text: str, path: File) -> list[tuple[str, int]]:
-    """Names and numbers of a JSON list, or of an object in either direction, as the ``id2label`` of a hub's model."""
+def _of_markup(text: str, path: File) -> tuple[list[tuple[str, int]], bool]:
+    """Names and numbers of a list, or of a mapping in either direction, in JSON, YAML or Python; whether it is one."""
     try:
-        content = json.loads(text, object_pairs_hook=_once)
-        for key in ("id2label", "label2id"):
-            if isinstance(content, dict) and isinstance(content.get(key), dict):
+        try:
+            content = json.loads(text, object_pairs_hook=_once)
+        except json.JSONDecodeError:
+            content = yaml.load(text, yaml.BaseLoader)
+        for key in ("id2label", "label2id", "names"):  # of a hub's model, and of Ultralytics
+            if isinstance(content, dict) and isinstance(content.get(key), (dict, list)):
                 content = content[key]
-        return _pairs(content)
-    except (AttributeError, IndexError, ValueError) as error:
+        return _pairs(content), isinstance(content, dict)
+    except (AttributeError, IndexError, RecursionError, ValueError, yaml.YAMLError) as error:
         remedy = "give a JSON list of names, or an object of names and their numbers"
         raise InputError(f"{path} is no list of classes ({first_line(error)}); {remedy}") from error
 

@@ -224,7 +224,7 @@ def open_images(
             validation, else those for testing, else those for training; to calibrate, the training images, and to
             predict, all, both without labels.
         classes: a file that numbers the class folders or the names in ``labels``: one name per line, with or without
-            its number, or JSON.
+            its number, or JSON, or YAML.
         labels: a CSV file with the label of each file.
 
     Returns:
