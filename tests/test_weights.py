@@ -262,6 +262,34 @@ def test_names_of_others_are_converted_by_the_filter_that_timm_has_for_them(tmp_
     assert same(model, swin)
 
 
+@pytest.mark.parametrize("prefix", ["visual.", "module.visual."])
+def test_image_towers_of_clip_are_converted_and_trained_by_finetune(tmp_path, prefix):
+    given = {"img_size": 32, "patch_size": 16, "embed_dim": 12, "depth": 1, "num_heads": 2}
+    net = timm.create_model("vit_base_patch32_clip_224", num_classes=5, **given)
+    net.head.bias.data.zero_()
+    words = {"head.weight": "proj", "cls_token": "class_embedding", "patch_embed.proj": "conv1", "norm_pre": "ln_pre"}
+    words |= {
+        "norm.": "ln_post.",
+        "blocks.": "transformer.resblocks.",
+        "qkv.": "in_proj_",
+        "attn.proj": "attn.out_proj",
+    }
+    words |= {".norm": ".ln_", "fc1": "c_fc", "fc2": "c_proj", "pos_embed": "positional_embedding"}
+    state = {f"{prefix.removesuffix('visual.')}logit_scale": torch.tensor(4.0)}
+    for key, value in net.state_dict().items():
+        name = key
+        for ours, theirs in words.items():
+            name = name.replace(ours, theirs)
+        if key != "head.bias":
+            flat = key in ("cls_token", "pos_embed")
+            state[prefix + name] = value.squeeze(0).squeeze(0) if flat else value.T if key == "head.weight" else value
+    torch.save({"state_dict": state}, tmp_path / "w.pth")
+    with pytest.warns(UserWarning, match="timm's filter knows them$"):
+        assert same(load("vit_base_patch32_clip_224", checkpoint=tmp_path / "w.pth", num_classes=5, **given), net)
+    with pytest.warns(UserWarning, match="head.weight is for 5 classes, and the model has 3: it starts at zero"):
+        load("vit_base_patch32_clip_224", checkpoint=tmp_path / "w.pth", num_classes=3, new_head=True, **given)
+
+
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])
 def test_wrappers_of_a_part_of_the_network(net, tmp_path, wrapper):
     """As of torch.compile(net.layer1), whose state dict has its name within those of tensors."""

@@ -209,13 +209,14 @@ def _by_timm(net: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Ten
     if not same or not renamed or not renamed.keys() <= net.state_dict().keys():
         return None
 
-    def numbers(tensors: Mapping[str, Tensor], positions: bool) -> Counter[int]:
-        return Counter(value.numel() for key, value in tensors.items() if _is_position(key) == positions)
+    def numbers(tensors: Mapping[str, Tensor], *positions: bool) -> Counter[int]:
+        counted = (value for key, value in tensors.items() if _is_position(key) in positions)
+        return Counter(value.numel() for value in counted if value.any())  # a bias that a filter adds is zero
 
     if numbers(renamed, False) - numbers(state, False):
         return None
     did = [] if renamed.keys() <= state.keys() else ["its names are not timm's, and timm's filter knows them"]
-    if numbers(renamed, True) - numbers(state, True):
+    if numbers(renamed, True) - numbers(state, True, False):
         did.append("timm's filter resized its position embeddings to the model's size of images")
     if len(renamed) < len(state):
         did.append(f"{len(state) - len(renamed)} tensors are left out")
