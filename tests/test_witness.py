@@ -445,6 +445,12 @@ def test_numbers_of_a_generator_are_constants_only_where_it_is_seeded(draw, refu
         Certifier(network, 0.1)
 
 
+def test_dropout_that_stays_active_is_not_said_to_depend_on_gradients():
+    with pytest.raises(UnsupportedCode, match="two results for one image.*draws random numbers") as raised:
+        Certifier(loaded(Code(lambda z, x: F.dropout(z))), 0.1)
+    assert "gradients" not in str(raised.value)
+
+
 def test_the_first_image_to_be_certified_is_looked_at_too():
     certifier = Certifier(loaded(Code(lambda z, x: z.relu())), 0.1, "global")
     certifier.model.net.step = lambda z, x: 2 * z.relu()
