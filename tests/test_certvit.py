@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import weakref
+from concurrent.futures import Future
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -573,9 +575,14 @@ def test_a_failed_layer_leaves_the_others_untouched():
         assert torch.allclose(outcomes[task.name]["spectral"].weight, here.weight, atol=1e-10)
 
 
-def test_a_worker_that_dies_ends_the_run_in_one_line():
+def test_a_worker_that_dies_ends_the_run_in_one_line(monkeypatch):
     with pytest.raises(InputError, match="a worker ended early"):
         solve_layers([*tasks(1), Task("dead", torch.ones(2, 2), EndsItsWorker())], 1)
+    full = RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
+    for error, raised in ((full, InputError), (RuntimeError("shapes differ"), RuntimeError)):
+        monkeypatch.setattr(Future, "result", Mock(side_effect=error))
+        with pytest.raises(raised, match="shm-size|shapes differ"):
+            solve_layers(tasks(1), 1)
 
 
 @pytest.mark.thinned(2)

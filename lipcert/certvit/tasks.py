@@ -93,8 +93,11 @@ def _on_workers(
                 waiting[pool.submit(_solve, task, device)] = task
                 yield from finished(max_bytes)
             yield from finished(0)
-    except BrokenProcessPool as error:
-        raise InputError("a worker ended early; it may have run out of memory: use fewer --workers, or 0") from error
+    except RuntimeError as error:
+        if not isinstance(error, BrokenProcessPool) and "shared memory" not in str(error):
+            raise
+        why = "it may have run out of memory, or of shared memory (docker run --shm-size)"
+        raise InputError(f"a worker ended early; {why}: use fewer --workers, or 0") from error
 
 
 def _solve(task: Task, device: str | torch.device) -> Outcome:
