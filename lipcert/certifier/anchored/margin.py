@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -156,8 +157,13 @@ class RivalMargin:
         self.margin = self.margin.masked_fill(at.uncertain, 0)
         self.slope = (l2_norm(at_source, 1) * (1 + SAFETY)).clamp_min(SMALLEST_NORMAL)
         self.against: dict[Node, Against] = {v: at.remainders[v].against(g) for v, g in self.at_nodes.items()}
-        self.ray = Ray(at, at_source) if SECTORS * at.entries <= _ENTRIES else None
+        self.at_source, self.sectored = at_source, SECTORS * at.entries <= _ENTRIES
         self.decrease = None if at.layer is None else at.layer.decrease(at_source, self.slope, self.margin)
+
+    @cached_property
+    def ray(self) -> Ray | None:
+        """The perturbations split along the gradient; None if the values of all sectors take too much memory."""
+        return Ray(self.at, self.at_source) if self.sectored else None
 
     def _gradients(self, linear: Mapping[Node, Tensor]) -> tuple[Tensor, dict[Node, Tensor]]:
         at, (rivals, predicted, _) = self.at, self._rivalry
@@ -242,7 +248,14 @@ class RivalMargin:
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without contracted forms, shape (N,), cut off at ``enough``."""
         guess = _FIRST * self.margin / self.slope
-        return self.largest_radius(guess if enough is None else torch.minimum(guess, enough), upto=enough)
+        if enough is None or not self.sectored:
+            return self.largest_radius(guess if enough is None else torch.minimum(guess, enough), upto=enough)
+        # The ball takes one evaluation, its sectors many.
+        sure = enough.isfinite() & (self._bound(enough.nan_to_num(posinf=0.0), NO_CURVATURE, NO_FORMS) > 0)
+        if bool(sure.all()):
+            return enough
+        found = self.largest_radius(torch.where(sure, 0.0, torch.minimum(guess, enough)), upto=enough)
+        return torch.where(sure, enough, found)
 
     def radius_with_forms(self, least: Tensor, round: int) -> Tensor:
         """Radii with contracted forms, shape (N,), at least ``least``."""
