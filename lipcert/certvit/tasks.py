@@ -96,7 +96,7 @@ def _on_workers(
     except RuntimeError as error:
         if not isinstance(error, BrokenProcessPool) and "shared memory" not in str(error):
             raise
-        why = "it may have run out of memory, or of shared memory (docker run --shm-size)"
+        why = "it may have run out of memory, or of shared memory, of which containers have little"
         raise InputError(f"a worker ended early; {why}: use fewer --workers, or 0") from error
 
 
