@@ -36,7 +36,7 @@ class TrainingImages:
     )
     randaugment: str | None = _python("timm's RandAugment, such as rand-m9-n2.", None)
     cutout: float = _python("Blacken a rectangle in this fraction of the images.", 0.0)
-    mix: str | None = _python("A second data set, such as generated images.", None)
+    mix: str | None = _python("A second data set, such as generated images in an ``.npz``.", None)
     mix_ratio: float | None = _python("Fraction of ``mix`` in a batch.", 0.5, range=INSIDE)
 
     def __post_init__(self) -> None:

@@ -198,6 +198,24 @@ def test_pages_and_frames_after_the_first_are_noted(tmp_path, kind, noted):
     assert images[0][0][0, 0, 0] > 0.9
 
 
+def test_images_and_labels_in_an_archive_of_numpy(tmp_path):
+    """As generated images of CIFAR-10 are shared."""
+    shades, path = np.full((4, 8, 8, 3), [[[[0, 60, 255]]]], dtype=np.uint8), tmp_path / "made.npz"
+    np.savez(path, image=shades, label=np.arange(4)[:, None] % 3)
+    images = open_images(path, model(3), purpose="train")
+    assert [images[place][1] for place in range(4)] == [0, 1, 2, 0]
+    torch.testing.assert_close(images[0][0].mean((1, 2)), torch.tensor([0, 60, 255]) / 255)
+    np.savez(path, image=shades[..., :1], label=np.arange(4))
+    assert open_images(path, model(5))[0][0].shape[0] == 3
+    refused(path, "has the label 3", "classes 0 to 2")
+    for arrays in ({"images": shades}, {"image": shades, "label": np.eye(4)}, {"image": shades / 255, "label": shades}):
+        np.savez(path, **arrays)
+        refused(path, "it needs the arrays image")
+    refused(path, "--classes and --labels are for folders", classes=path)
+    path.write_bytes(b"PK")
+    refused(path, "it needs the arrays image")
+
+
 def test_paths_without_images(tmp_path):
     refused(tmp_path / "none", "there is no image, folder or .tar file", "torch/")
     refused(write(tmp_path / "texts", {"a/1.txt": b"text"}), "holds no images", ".png")

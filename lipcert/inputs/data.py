@@ -213,10 +213,10 @@ def open_images(
 
     Args:
         spec: a folder or ``.tar`` of images, whose first folders are classes, see :mod:`lipcert.inputs.folders`; or
-            one image; or a data set by name, ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``,
-            ``torch/cifar100`` or ``torch/svhn``, or ``hfds/NAME``, as timm reads them; or None for the bundled
-            images, or, for a model of another input size, sample images without labels. Of several splits ``:SPLIT``
-            after it names one.
+            one image; or an ``.npz`` with the arrays ``image``, (N, H, W, C) or (N, H, W) of 8 bits, and ``label``; or
+            a data set by name, ``torch/NAME`` such as ``torch/mnist``, ``torch/cifar10``, ``torch/cifar100`` or
+            ``torch/svhn``, or ``hfds/NAME``, as timm reads them; or None for the bundled images, or, for a model of
+            another input size, sample images without labels. Of several splits ``:SPLIT`` after it names one.
         model: its ``input_size`` and ``data_config`` say how images are resized and cropped. Classes are matched by
             name to its ``class_names``, where it has them.
         limit: the largest number of images: the first of a fixed shuffle, because folders are sorted by class.
@@ -237,7 +237,7 @@ def open_images(
     if limit is not None and limit < 1:
         raise InputError(f"the limit must be at least 1 image, got {limit}")
     spec, model = None if spec is None else os.fspath(spec), checked(model)
-    if is_named_data(spec) and (classes or labels):
+    if (is_named_data(spec) or str(spec).endswith(".npz")) and (classes or labels):
         raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
     images = _StoredImages(model, limit) if spec is None else _ReadImages(spec, model, limit, purpose, classes, labels)
     given = {"classes": classes, "labels": labels}
@@ -350,6 +350,8 @@ class _ReadImages(Images):
         self.transform = _Transform(model)
         if is_named_data(spec):
             self.source = source = open_named(spec, purpose)
+        elif spec.endswith(".npz") and os.path.isfile(spec):
+            self.source = source = _Arrays(spec)
         else:
             path, place, split = place_of(spec)
             label_list = None if labels is None else LabelList(labels)
@@ -453,6 +455,29 @@ class _ReadImages(Images):
                 name = printable(self.source.filename(self._place(index)))
                 return name if os.path.basename(str(self.spec)) == name else f"{name} of {self.spec}"
         return f"number {index} of {self.spec}"
+
+
+class _Arrays:
+    """The images and labels of an ``.npz``."""
+
+    def __init__(self, spec: str):
+        try:
+            with np.load(spec) as arrays:
+                self.images, self.labels = arrays["image"], arrays["label"]
+            if self.images.dtype != np.uint8 or self.images.ndim not in (3, 4) or self.labels.size != len(self):
+                raise ValueError(
+                    f"image is {self.images.dtype} of shape {self.images.shape}, label {self.labels.shape}"
+                )
+        except Exception as error:  # zipfile, zlib and NumPy have their own
+            needed = "it needs the arrays image, (N, H, W, C) of uint8, and label, (N,)"
+            raise InputError(f"{spec} cannot be read ({first_line(error)}); {needed}") from error
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
+        image = self.images[index]
+        return Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image), self.labels.item(index)
 
 
 def _opened(file: Any) -> Image.Image:
