@@ -109,11 +109,17 @@ def _block_norms(
     products: Callable[[Tensor], Sequence[Tensor]], vectors: Tensor, images: int, blocks: Sequence[int]
 ) -> Tensor:
     """Roots of bounds on the largest eigenvalues of Σ_t (B_n v_t)(B_n v_t)ᵀ for blocks B of rows, (N, all blocks)."""
-    moved = (products(part[:, None].expand(-1, images, -1)) for part in vectors.split(max(_TOGETHER // images, 8)))
-    found = [[_sums(part.flatten(2), block) for part, block in zip(parts, blocks, strict=True)] for parts in moved]
+    totals: list[Tensor] = []
+    for part in vectors.split(max(_TOGETHER // images, 8)):
+        moved = products(part[:, None].expand(-1, images, -1))
+        sums = [_sums(each.flatten(2), block) for each, block in zip(moved, blocks, strict=True)]
+        if totals:
+            both = zip(totals, sums, blocks, strict=True)
+            sums = [root_sum(a, b) if block == 1 else a + b for a, b, block in both]
+        totals = sums
     norms = [
-        root_sum(*sums) if block == 1 else _top(torch.stack(sums).sum(0)).clamp_min(SMALLEST**2).sqrt()
-        for block, sums in zip(blocks, zip(*found, strict=True), strict=True)
+        total if block == 1 else _top(total).clamp_min(SMALLEST**2).sqrt()
+        for total, block in zip(totals, blocks, strict=True)
     ]
     return torch.cat(norms, 1)
 
