@@ -298,9 +298,11 @@ class Model(nn.Module):
             elif len(shape) == 5 and shape[2:] == self.input_size:
                 hint = "crops are images of their own: images.flatten(0, 1), with each label as often"
             elif self.input_size[1:] in (shape[1:3], shape[-2:]):
-                hint = "the channels are others: repeat that of grey images, and leave out that of transparency"
+                hint = "the number of channels differs: repeat that of greyscale images, and drop an alpha channel"
                 if self.input_size[0] == 1:
-                    hint = "the channels are others: convert images to grey, and give grey ones theirs: images[:, None]"
+                    hint = (
+                        "the number of channels differs: convert to greyscale, and add the channel by images[:, None]"
+                    )
             raise InputError(f"images must have shape (N, {expected}), got {shape}; {hint}")
         if not images.is_floating_point():
             raise InputError(f"images must be floating point in [0, 1], got {images.dtype}; divide 8-bit pixels by 255")

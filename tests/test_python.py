@@ -194,12 +194,15 @@ def test_networks_are_loaded_in_inference_mode(images) -> None:
         ({"images": "folder/"}, "images are a path; give tensors"),
         ({"images": TensorDataset(torch.zeros(1, 1, 8, 8))}, "of type TensorDataset; give .* or a DataLoader"),
         ({"images": []}, "there are no images"),
-        ({"images": np.zeros((5, 8, 8))}, "the channels are others: repeat that of grey images"),  # as in MedMNIST
-        ({"images": np.zeros((5, 8, 8, 1))}, "the channels are others"),
-        ({"images": torch.zeros(5, 4, 8, 8)}, "the channels are others: .* leave out that of transparency"),
+        (
+            {"images": np.zeros((5, 8, 8))},
+            "the number of channels differs: repeat that of greyscale images",
+        ),  # as in MedMNIST
+        ({"images": np.zeros((5, 8, 8, 1))}, "the number of channels differs"),
+        ({"images": torch.zeros(5, 4, 8, 8)}, "the number of channels differs: .* drop an alpha channel"),
         ({"images": torch.zeros(5, 1, 8, 9)}, "resize them to the model's input"),
-        ({"images": torch.zeros(5, 8, 8), "model": "grey"}, r"give grey ones theirs: images\[:, None\]"),
-        ({"images": torch.zeros(5, 3, 8, 8), "model": "grey"}, "convert images to grey"),
+        ({"images": torch.zeros(5, 8, 8), "model": "grey"}, r"add the channel by images\[:, None\]"),
+        ({"images": torch.zeros(5, 3, 8, 8), "model": "grey"}, "convert to greyscale"),
         ({"images": ["a", "b"]}, "images are a path"),
         ({"images": [torch.zeros(1, 1, 8, 8)], "labels": [0]}, "labels come with the batches"),
         ({"model": None}, "model is a NoneType; make one: lipcert.load"),

@@ -94,10 +94,13 @@ def _on_workers(
                 yield from finished(max_bytes)
             yield from finished(0)
     except RuntimeError as error:
-        if not isinstance(error, BrokenProcessPool) and "shared memory" not in str(error):
+        if isinstance(error, BrokenProcessPool):
+            why = "a worker ended early; it may have run out of memory"
+        elif "shared memory" in str(error):
+            why = "there is too little shared memory, of which containers have little"
+        else:
             raise
-        why = "it may have run out of memory, or of shared memory, of which containers have little"
-        raise InputError(f"a worker ended early; {why}: use fewer --workers, or 0") from error
+        raise InputError(f"{why}: use fewer --workers, or 0") from error
 
 
 def _solve(task: Task, device: str | torch.device) -> Outcome:

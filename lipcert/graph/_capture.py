@@ -201,7 +201,7 @@ class _Recorder:
         self.derived: Derived | None = None
         self.problems: list[tuple[str, str]] = []
         self.precision = matmul_precision()
-        if (einops := sys.modules.get("einops._backends")) is not None:  # it asks for the library of a type
+        if (einops := sys.modules.get("einops._backends")) is not None:  # it finds a backend by type
             getattr(einops, "_type2backend", {})[Tracked] = einops.get_backend(images)
 
     @property

@@ -237,7 +237,7 @@ def open_images(
     if limit is not None and limit < 1:
         raise InputError(f"the limit must be at least 1 image, got {limit}")
     spec, model = None if spec is None else os.fspath(spec), checked(model)
-    if (is_named_data(spec) or str(spec).endswith(".npz")) and (classes or labels):
+    if (is_named_data(spec) or _has_arrays(spec)) and (classes or labels):
         raise InputError("--classes and --labels are for folders and .tar files; this data set has its own")
     images = _StoredImages(model, limit) if spec is None else _ReadImages(spec, model, limit, purpose, classes, labels)
     given = {"classes": classes, "labels": labels}
@@ -350,7 +350,7 @@ class _ReadImages(Images):
         self.transform = _Transform(model)
         if is_named_data(spec):
             self.source = source = open_named(spec, purpose)
-        elif spec.endswith(".npz") and os.path.isfile(spec):
+        elif _has_arrays(spec):
             self.source = source = _Arrays(spec)
         else:
             path, place, split = place_of(spec)
@@ -401,9 +401,14 @@ class _ReadImages(Images):
         if self.numbers is not None and _is_label(label):
             label = self.numbers.get(int(label), -1)
         if not _is_label(label) or int(label) >= self.classes:
+            remedy = (
+                "number the classes with --classes FILE"
+                if isinstance(self.source, ImageFiles)
+                else "give a model of these classes"
+            )
             raise InputError(
                 f"the image {self._name(index)} has the label {label}, and the model has the classes 0 to "
-                f"{self.classes - 1}; correct it, or number the classes with --classes FILE"
+                f"{self.classes - 1}; correct it, or {remedy}"
             )
         return image, int(label)
 
@@ -455,6 +460,11 @@ class _ReadImages(Images):
                 name = printable(self.source.filename(self._place(index)))
                 return name if os.path.basename(str(self.spec)) == name else f"{name} of {self.spec}"
         return f"number {index} of {self.spec}"
+
+
+def _has_arrays(spec: str | None) -> bool:
+    """Whether images and labels are the arrays of one file."""
+    return spec is not None and spec.lower().endswith(".npz") and os.path.isfile(spec)
 
 
 class _Arrays:

@@ -69,7 +69,8 @@ class Files:
             self.images.append(path)
         else:
             self.rest.append(path)
-            self.others.update([suffix or "no suffix"] if suffix not in _TEXTS else [])
+            if suffix not in _TEXTS:
+                self.others[suffix or "no suffix"] += 1
 
     def below(self, top: str) -> Files:
         """The files in one of the folders."""
@@ -183,8 +184,7 @@ class ImageFiles:
         self.reader, self.notes, self.class_names = self, list[str](), dict[int, str]()
         self.split, files, trained = _split_of(self.files, self.purpose, self.split)
         self.files = files if self.purpose in _UNLABELLED else _unwrapped(files)
-        self.trained = trained.tops() if trained else []
-        self.unclear = (trained or self.files).without_images()
+        self.numbered, self.trained = trained or self.files, trained.tops() if trained else []
         self.samples = natural(self.files.images)
         if labels is not None:
             self._label_by_list(labels, numbered_by)
@@ -242,7 +242,8 @@ class ImageFiles:
             self.labels_by = "WordNet ids, numbered as in timm's lists of ImageNet"
         else:
             every = self.trained or names
-            if unclear := [name for name in every if name in self.unclear]:  # refused by torchvision's ImageFolder, too
+            without = self.numbered.without_images()
+            if unclear := [name for name in every if name in without]:  # refused by torchvision's ImageFolder, too
                 one = f"{spec} has a folder {printable(unclear[0])} with files, but no images: is it a class?"
                 raise InputError(f"{one} give the folder of the classes, or empty this one, or --classes FILE")
             numbers = number_by_name(names, every, spec, "those of the training images (train)")

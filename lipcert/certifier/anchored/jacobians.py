@@ -362,9 +362,9 @@ class Jacobians:
 
 
 def _linear(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an operation; with the slope as a number where torch computes it anew in each product.
+    """The result of an operation, linearised where torch would compute the slope again in each product.
 
-    So a product with the slope rounds once more, which the bounds on the errors of operations have room for.
+    A product with a stored slope rounds once more, which the bounds on the errors of operations include.
     """
     if not tagged(node, Tag.ENTRYWISE) or not node.args or [node.args[0]] != [*node.operands]:
         return applied(node, args, kwargs)

@@ -248,14 +248,16 @@ class RivalMargin:
     def radius(self, enough: Tensor | None = None) -> Tensor:
         """Radii without contracted forms, shape (N,), cut off at ``enough``."""
         guess = _FIRST * self.margin / self.slope
-        if enough is None or not self.sectored:
-            return self.largest_radius(guess if enough is None else torch.minimum(guess, enough), upto=enough)
+        if enough is None:
+            return self.largest_radius(guess)
+        guess = torch.minimum(guess, enough)
+        if not self.sectored:
+            return self.largest_radius(guess, upto=enough)
         # The ball takes one evaluation, its sectors many.
         sure = enough.isfinite() & (self._bound(enough.nan_to_num(posinf=0.0), NO_CURVATURE, NO_FORMS) > 0)
         if bool(sure.all()):
             return enough
-        found = self.largest_radius(torch.where(sure, 0.0, torch.minimum(guess, enough)), upto=enough)
-        return torch.where(sure, enough, found)
+        return torch.where(sure, enough, self.largest_radius(torch.where(sure, 0.0, guess), upto=enough))
 
     def radius_with_forms(self, least: Tensor, round: int) -> Tensor:
         """Radii with contracted forms, shape (N,), at least ``least``."""

@@ -31,8 +31,8 @@ from lipcert.numerics import SAFETY
 
 # The number of rival classes for which contracted forms are used.
 ROUNDS = 4
-# The number of entries in the values of rival classes examined together, if these are several: 8 MiB stay in a cache.
-_ENTRIES = 2**20
+# Rival classes are examined together while their values have at most so many entries; on a CPU 8 MiB stay in a cache.
+_ENTRIES, _TIMES_ON_A_GPU = 2**20, 32
 # Below this many floating-point operations for the norms of an image, radii are full in any case.
 FULL = 2e10
 # What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.
@@ -185,7 +185,8 @@ def _toward(
 ) -> Iterator[tuple[Tensor, Tensor, RivalMargin]]:
     """The margins of some images toward one rival class each, with the images and classes, as many as memory allows."""
     entries = max(1, SECTORS * at.entries + sum(value[0].numel() for value in at.values.values()))
-    for part in torch.arange(len(images), device=images.device).split(max(1, _ENTRIES // entries)):
+    most = _ENTRIES * (_TIMES_ON_A_GPU if at.logits.is_cuda else 1)
+    for part in torch.arange(len(images), device=images.device).split(max(1, most // entries)):
         some, classes = images[part], rivals[part]
         yield some, classes, RivalMargin(at.only(some), classes, predicted[some], margins[some])
 

@@ -301,8 +301,8 @@ class NormFinder:
     ) -> Draw | None:
         """Start vectors for a bound on G(a → b); None if it is computed ``explicit``, or G is empty.
 
-        The key consists of the positions of the operations in the network. So a norm has the same vectors whichever
-        other norms are requested, and in whichever order.
+        The key consists of the positions of the operations in the network, those of all norms that share the vectors,
+        each of which is charged. So a norm has the same vectors whichever norms were requested before.
         """
         if explicit or not a.entries * b.entries:
             return None
