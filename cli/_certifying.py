@@ -426,6 +426,7 @@ def _why_not(run: Run, eps: str) -> list[tuple[str, str]]:
         undecided = f"neither a certificate nor an adversarial example within {eps}"
     words = {
         "first-order limit": f"first-order limit (margin over gradient norm) ≤ {eps}: out of reach of these methods",
+        "misclassified": "misclassified, so only the global methods were tried",
         "attacked": f"adversarial example found within {eps}",
         "bounds too loose": undecided,
     }

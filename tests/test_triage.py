@@ -122,10 +122,32 @@ def test_methods_that_were_skipped_are_named_beside_what_was_tried(tried, known)
 
 
 def test_attacked_images_have_that_reason():
-    screening = Screening(torch.tensor([1.0, 1.0, 0.1, 1.0]), torch.tensor([True, False, False, False]), 0.5)
+    broken, beyond = torch.tensor([True, False, False, False]), torch.tensor([False, False, True, False])
+    screening = Screening(None, broken, beyond, torch.zeros(4, dtype=torch.bool))
     assert screening.ruled_out.tolist() == [True, False, True, False]
     reasons = screening.reasons(torch.tensor([False, False, False, True]), {"local": "too slow"})
     assert reasons == ("attacked", "skipped: local", "first-order limit", "")
+
+
+def test_misclassified_images_get_the_cheap_methods_and_the_reason():
+    model, pixels = curved(), images()
+    known = Certifier(model, 1e-6).run(pixels)
+    anchored = Certifier(model, 1e-6, "anchored").run(pixels)
+    cheap = Certifier(model, 1e-6, "gloro").run(pixels)
+    eps = (anchored.radius * cheap.radius).sqrt().max().item()
+    at_eps = Certifier(model, eps)
+    sure = at_eps.run(pixels).certified
+    assert sure.any()
+    labels = known.predicted.clone()
+    wrong = int(sure.nonzero()[0, 0])
+    labels[wrong] = (labels[wrong] + 1) % 5
+    result = at_eps.run(pixels, labels)
+    assert result.method[wrong] in ("global", "gloro")
+    assert result.reason[wrong] == "misclassified"
+    others = labels == known.predicted
+    assert torch.equal(result.certified[others], sure[others])
+    assert torch.equal(result.radius[wrong], cheap.radius[wrong])
+    assert Certifier(model, eps, "anchored").run(pixels, labels).radius[wrong] > cheap.radius[wrong]
 
 
 def test_a_network_whose_bound_is_too_loose_is_left_to_the_cheap_methods():

@@ -252,7 +252,7 @@ class Certifier:
         attacked = self._attacked(images, predicted)
         broken = torch.zeros(len(images), dtype=torch.bool) if attacked is None else attacked.broken.cpu()
         least = radii(computed, self.subject.margins.of(predicted))
-        screening = self._screen(images, predicted, broken, least)
+        screening = self._screen(images, predicted, labels, broken, least)
         # Where only a negligible radius is left, what rounding takes is not examined, and the radius is 0.
         examined = (least > NEGLIGIBLE * self.eps) | (~screening.ruled_out & self.costly)
         reduced, proved = torch.zeros_like(computed), torch.ones_like(broken)
@@ -305,13 +305,18 @@ class Certifier:
             raise InputError("the network has changed since its certifier was made; make a new Certifier")
         return alone
 
-    def _screen(self, images: Tensor, predicted: Tensor, broken: Tensor, least: Tensor) -> Screening:
+    def _screen(
+        self, images: Tensor, predicted: Tensor, labels: Tensor | None, broken: Tensor, least: Tensor
+    ) -> Screening:
         """The reasons against certificates: none, unless certification is staged and has costly methods."""
+        none = torch.zeros_like(broken)
         if self.method != STAGED or not self.costly or self.subject.settings.at is not None or not len(images):
-            return Screening(None, torch.zeros_like(broken))
+            return Screening(None, none, none, none)
+        wrong = none if labels is None else predicted != labels.cpu()
         with torch.enable_grad():
             limit = first_order_limit(self.model, images, predicted)
-        open_images = ~broken & (limit > self.eps) & limit.isfinite() & (least <= self.settings.largest_eps)
+        beyond = limit <= self.eps
+        open_images = ~(broken | beyond | wrong) & limit.isfinite() & (least <= self.settings.largest_eps)
         open_images = open_images.nonzero()[:, 0]
         costly = any(method.work > _PASSES_OF_TRIAGE * self.subject.flops for method in self.methods.values())
         if self.attack is None and costly and len(open_images):
@@ -321,7 +326,7 @@ class Certifier:
             broken[open_images] = _TRIAGE(
                 self.model, images[index], predicted.to(images.device)[index], self.eps
             ).broken.cpu()
-        return Screening(limit, broken, self.eps)
+        return Screening(limit, broken, beyond, wrong)
 
     def _attacked(self, images: Tensor, predicted: Tensor) -> Adversarial | None:
         """The result of the attack within ε."""

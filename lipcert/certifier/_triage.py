@@ -1,4 +1,6 @@
-"""Excludes images without a possible certificate before anything costly is computed for them.
+"""Excludes images before anything costly is computed for them.
+
+**Misclassification.** A wrong prediction does not count towards certified accuracy.
 
 **First-order limit.** No method that bounds the change of a margin by a Lipschitz constant or by a linearisation at the
 image certifies beyond min_j m_j/‖∇_x m_j‖: a Lipschitz constant of the margin m_j on any ball around x is at least
@@ -79,33 +81,31 @@ def _steepness(values: Tensor, pixels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Screening:
-    """The reasons against certificates at ε for N images.
+    """The reasons against certificates at ε for N images, none of them where only the global bound decides.
 
     Attributes:
-        limit: first-order limits, shape (N,); None if they were not computed, as where the global bound decides.
+        limit: first-order limits, shape (N,); None if they were not computed.
         broken: whether an attack changed the prediction within ε, bool, shape (N,).
-        eps: ε.
+        beyond: whether the limit is at most ε, bool, shape (N,).
+        wrong: whether the prediction is not the label, bool, shape (N,).
     """
 
     limit: Tensor | None
     broken: Tensor
-    eps: float = 0.0
+    beyond: Tensor
+    wrong: Tensor
 
     @property
     def ruled_out(self) -> Tensor:
-        """Images that no method can certify at ε, or, of the linearised methods, none; bool, shape (N,)."""
-        if self.limit is None:
-            return torch.zeros_like(self.broken)
-        return self.broken | (self.limit <= self.eps)
+        """Images for which only the global methods are tried; bool, shape (N,)."""
+        return self.broken | self.beyond | self.wrong
 
     def reasons(self, certified: Tensor, skipped: Mapping[str, str]) -> tuple[str, ...]:
         """Why each image has no certificate at ε, N texts; empty for certified images."""
         otherwise = f"skipped: {', '.join(skipped)}" if skipped else "bounds too loose"
-        limits = [math.inf] * len(certified) if self.limit is None else self.limit.tolist()
-        return tuple(
-            "" if sure else "attacked" if attacked else "first-order limit" if limit <= self.eps else otherwise
-            for sure, attacked, limit in zip(certified.tolist(), self.broken.tolist(), limits, strict=True)
-        )
+        texts = ("", "misclassified", "attacked", "first-order limit", otherwise)
+        apply = torch.stack((certified, self.wrong, self.broken, self.beyond, torch.ones_like(certified)))
+        return tuple(texts[first] for first in apply.int().argmax(0).tolist())
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,9 @@ class Certificates:
             N words, or empty where it does not apply.
         limit: first-order limits of the radii, float64, shape (N,), of staged certification: linearised methods and
             Lipschitz constants certify no more (:mod:`lipcert.certifier._triage`). None for other methods.
-        reason: why an image is not certified, N words, of staged certification: ``attacked``, ``first-order limit``,
-            ``skipped: …`` with methods that would take too long, or ``bounds too loose``; empty for certified images.
+        reason: why an image is not certified, N words, of staged certification: ``misclassified``, ``attacked``,
+            ``first-order limit``, ``skipped: …`` with methods that would take too long, or ``bounds too loose``; empty
+            for certified images.
     """
 
     predicted: Tensor
