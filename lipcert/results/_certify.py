@@ -149,7 +149,8 @@ def certify(
             any module, with ``mean``, ``std`` and ``input_size``.
         images: pixels in [0, 1], shape (N, C, H, W), as a tensor or an array; or an iterable of batches, such as a
             DataLoader, where each batch is a tensor of images or a pair of images and labels.
-        labels: true classes, shape (N,), or None.
+        labels: true classes, shape (N,), or None. Of misclassified images, staged certification computes only the
+            global methods.
         eps: ℓ2 radius on pixels in [0, 1], such as ``"36/255"``, or several, such as ``"36/255,0.5"``; required. See
             :meth:`~lipcert.certifier.Certificates.certified_accuracy_at`.
         batch_size: number of images, or of noise draws, computed at once; None chooses it by time and memory.
