@@ -109,7 +109,8 @@ def test_reasons_are_in_the_rows(tmp_path):
 )
 def test_methods_that_were_skipped_are_named_beside_what_was_tried(tried, known):
     rows = [
-        {"reason": reason, "certified": not reason, "correct": False} for reason in ("skipped: local", "", "attacked")
+        {"reason": reason, "certified": not reason, "correct": False}
+        for reason in ("skipped: local", "", "attacked", "misclassified")
     ]
     assert _why_not(SimpleNamespace(rows=rows, labelled=True, attacked=tried), "0.5") == [
         ("certified, misclassified", "1"),
@@ -118,6 +119,7 @@ def test_methods_that_were_skipped_are_named_beside_what_was_tried(tried, known)
             f"1: {known} (not tried: local)",
         ),
         ("not certified", "1: adversarial example found within 0.5"),
+        ("not certified", "1: misclassified, so only the global methods were tried"),
     ]
 
 
