@@ -175,10 +175,7 @@ class Linearization:
         self.norms = finder(self.values, ledger, progress)
         self.remainders: dict[Node, Remainder] = self.network.remainders(self.values)
         self.logits = self.values[self.network.graph.output].reshape(len(images), -1)
-        self.uncertain = torch.zeros(len(images), dtype=torch.bool, device=model.device)
-        for v, rule in self.remainders.items():
-            noise = torch.stack([self.norms.rounded.noise[u] for u in v.operands])
-            self.uncertain |= rule.uncertain(l2_norm(noise, 0))
+        self.uncertain = self._uncertain()
         self.deployed = EXACT
         self.searches = 0
         self.layer = layer
@@ -200,6 +197,21 @@ class Linearization:
         part.deployed = self.deployed.only(index, bounds_only=bounds_only)
         part.layer = None if self.layer is None or bounds_only else self.layer.only(index)
         return part
+
+    def again(self, finder: NormFinder, index: Tensor) -> Self:
+        """The linearisation at the images with the given indices, with norms of another finder of the same plan."""
+        part = self.only(index)
+        part.finder, part.norms = finder, finder(part.values, part.norms.ledger.part("again"))
+        part.uncertain = part._uncertain()
+        return part
+
+    def _uncertain(self) -> Tensor:
+        """:attr:`uncertain`, for these norms."""
+        found = torch.zeros(len(self.images), dtype=torch.bool, device=self.images.device)
+        for v, rule in self.remainders.items():
+            noise = torch.stack([self.norms.rounded.noise[u] for u in v.operands])
+            found |= rule.uncertain(l2_norm(noise, 0))
+        return found
 
     def gain(self, a: Node, u: Node, seminorm: Seminorm = NORM) -> Tensor | float:
         """An upper bound on ‖M G(a → u)‖, for the M of a seminorm; 0 if u does not depend on a."""

@@ -180,12 +180,13 @@ class Jacobians:
         network: Network,
         *,
         tolerance: float,
+        probes: int = PROBES,
         deterministic: bool,
         seed: int,
         delta: float = 0.0,
     ):
         self.network, self.tolerance, self.deterministic, self.seed = network, tolerance, deterministic, seed
-        self.delta = delta
+        self.probes, self.delta = probes, delta
         self.narrow = Narrowing.of(network)
 
     def within(self, tolerance: float) -> Jacobians:
@@ -343,7 +344,8 @@ class Jacobians:
             jacobian = self.operator(a, nodes[0], part, *nodes[1:], several=True)
             product, device, each = jacobian.product, part[a].device, len(part[a])
             if draw is not None:
-                found = row_norms(_split(product, counts), each, columns, blocks, draw=draw, device=device)
+                products = _split(product, counts)
+                found = row_norms(products, each, columns, blocks, draw=draw, probes=self.probes, device=device)
             elif rows <= 2 * min(PROBES, columns):
                 found = row_norms_by_adjoint(jacobian.adjoint, each, rows, block=blocks[0], device=device)
             else:
@@ -389,7 +391,7 @@ def explicit_error(columns: int, rows: int) -> float:
     With n the larger number of entries, each column or row of a matrix computed in full has an error of at most S, and
     the matrix one of at most √n S. For k Gaussian vectors g_t, the root of a sum of squares over t has an error of at
     most S(Σ_t ‖g_t‖²)^½ and is divided by √(ck). With c > 1/8 and Σ_t ‖g_t‖² < 2kn, whose failure probability is below
-    e^(−10000) for k ≥ 256 and n ≥ 256, that is at most 4√n S. 16 + 4√n covers both, and one more S.
+    e^(−5000) for k ≥ 128 and n ≥ 256, that is at most 4√n S. 16 + 4√n covers both, and one more S.
     """
     return 16 + 4 * math.sqrt(max(columns, rows))
 

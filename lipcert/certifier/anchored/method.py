@@ -5,13 +5,15 @@ idea, with a network of two layers by hand, is on docs/anchored.md. The certific
 the rounding of sums and products of bounds; :mod:`lipcert.roundoff` has the proof for everything that enters them.
 
 With ``eps``, contracted forms are left out where they cannot change the verdict: they hold up to a multiple of the
-radius without them, and certify no image whose margin toward some rival vanishes within ε to first order.
+radius without them, and certify no image whose margin toward some rival vanishes within ε to first order. Coarse bounds
+on norms come first, with half of the failure probability; fine ones follow for the images without a certificate.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ ROUNDS = 4
 _ENTRIES, _TIMES_ON_A_GPU = 2**20, 32
 # Below this many floating-point operations for the norms of an image, radii are full in any case.
 FULL = 2e10
+# Coarse bounds on norms: their tolerance, and their products for norms of rows.
+_COARSE: dict[str, Any] = {"tolerance": 0.2, "probes": 128}
 # What the search for the radius toward a rival class does with each entry in each sector, in floating-point operations.
 _SEARCHED = 50
 
@@ -46,6 +50,7 @@ class Anchored:
         network: the captured network after the perturbed value.
         plan: which norms of its Jacobians are computed.
         finder: computes them.
+        fine: computes them again where coarse ones lead to no verdict; None if they are not coarse.
 
     Args:
         model: the model, in float64.
@@ -74,7 +79,12 @@ class Anchored:
         network = self.network = Network(model, at=at, graph=graph, merged=not isinstance(at, int))
         self.plan = NormPlan(network, anchored_pairs(network))
         self.eps = eps if self.plan.work >= FULL else None
-        self.finder = NormFinder(network, self.plan, settings, spare=ROUNDS * form_norms_of_a_rival(network))
+        spare, self.budget, self.fine = ROUNDS * form_norms_of_a_rival(network), settings.budget, None
+        if self.eps is not None and not settings.deterministic:
+            settings = replace(settings, delta=settings.budget.split(2).delta)
+            self.fine = NormFinder(network, self.plan, settings, spare=spare)
+            settings = replace(settings, **_COARSE)
+        self.finder = NormFinder(network, self.plan, settings, spare=spare)
 
     @property
     def work(self) -> float:
@@ -83,6 +93,7 @@ class Anchored:
 
     def __call__(self, images: Tensor, progress: NormProgress | None = None, ledger: Ledger | None = None) -> Anchor:
         """Linearises the network at images, shape (N, C, H, W), and computes the norms; the rest is arithmetic in ε."""
+        ledger = self.finder.ledger(len(images), self.budget) if ledger is None else ledger
         return Anchor(self, Linearization(self.finder, images, progress, ledger))
 
 
@@ -130,7 +141,13 @@ class Anchor:
         Raises:
             LedgerError: called again, although the first call used the start vectors; linearise the images again.
         """
-        return linearized_radius(self.linearization, predicted, margins, limit, self.method.eps)
+        at, eps, fine = self.linearization, self.method.eps, self.method.fine
+        best = linearized_radius(at, predicted, margins, limit, eps)
+        undecided = (best <= (-math.inf if eps is None else eps)).nonzero()[:, 0]
+        if fine is not None and len(undecided):
+            again = linearized_radius(at.again(fine, undecided), predicted[undecided], margins[undecided], limit, eps)
+            best[undecided] = torch.maximum(best[undecided], again)
+        return best
 
 
 @torch.no_grad()

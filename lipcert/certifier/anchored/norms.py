@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lipcert.bounds import Form
-from lipcert.certifier.anchored.jacobians import LONG, Jacobians, explicit_error, rows_of
+from lipcert.certifier.anchored.jacobians import LONG, PROBES, Jacobians, explicit_error, rows_of
 from lipcert.certifier.anchored.network import Network
 from lipcert.certifier.anchored.plan import NormPlan
 from lipcert.errors import InputError
@@ -41,6 +41,7 @@ class NormOptions:
     Attributes:
         delta: the failure probability for each image, over the certifier's own random start vectors.
         tolerance: the largest relative distance of a norm from the lower bound of Lanczos.
+        probes: the number of products that bound norms of rows.
         seed: the seed of the start vectors.
         rigor: ``"probabilistic"``, or ``"deterministic"`` to compute every Jacobian in full, for small networks.
 
@@ -50,6 +51,7 @@ class NormOptions:
 
     delta: float = 1e-9
     tolerance: float = 0.05
+    probes: int = PROBES
     seed: int = 0
     rigor: str = "probabilistic"
 
@@ -141,6 +143,7 @@ class NormFinder:
         self.jacobians = Jacobians(
             network,
             tolerance=options.tolerance,
+            probes=options.probes,
             deterministic=options.deterministic,
             seed=options.seed,
             delta=self._charge,
