@@ -762,11 +762,18 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
     """With few probes and a large δ failures can be counted: at most δ of them, and not none at all."""
     maps = torch.ones(1, 1, 4, dtype=torch.float64)
     bounds = [
-        row_norms(lambda v: [torch.einsum("nij,knj->kni", maps, v)], 1, 4, draw=drawn(0.2, seed), probes=2)
+        row_norms(lambda v: [torch.einsum("nij,knj->kni", maps, v)], 1, 4, draw=drawn(0.2, seed), probes=4)
         for seed in range(2000)
     ]
     failures = sum(float(bound) < 2 for bound in bounds)
     assert 20 <= failures <= 400
+
+
+def test_row_norms_say_infinity_where_products_are_too_few() -> None:
+    """They would divide rounding errors by a number for which nothing is proved."""
+    few, enough = (row_norms(lambda v: [v], 1, 3, draw=drawn(1e-100), probes=probes) for probes in (256, 512))
+    assert torch.isinf(few).all()
+    assert bool(((enough >= 1) & (enough < 8**0.5)).all())
 
 
 def test_row_norms_say_infinity_where_products_are_not_finite() -> None:

@@ -69,6 +69,24 @@ def test_a_verdict_is_that_of_the_full_radius(eager):
         assert bool((attacked(model, images, predicted, 0.999 * radius) > 0).all())
 
 
+def test_fine_norms_follow_where_coarse_ones_certify_nothing(eager, monkeypatch):
+    """Both are charged, and an image that coarse norms certify has no fine ones."""
+    monkeypatch.setitem(method_module._COARSE, "tolerance", 2.0)
+    model, images = vit(), pixels(3, seed=7)
+    predicted, gaps = margins(model(images))
+    full, coarse = (
+        Anchored(model, **options)(images).radius(predicted, gaps) for options in ({}, method_module._COARSE)
+    )
+    easy = Anchored(model, eps=0.5 * coarse.min().item())(images)
+    assert bool((easy.radius(predicted, gaps) > 0.5 * coarse.min()).all())
+    for i in range(3):
+        eps = (coarse[i] * full[i]).sqrt().item()
+        assert coarse[i] * 1.01 < eps < full[i] * 0.99
+        one = Anchored(model, eps=eps)(images[i : i + 1])
+        assert one.radius(predicted[i : i + 1], gaps[i : i + 1]) > eps
+        assert 1.9 * easy.norms.ledger.spent[i] < one.norms.ledger.spent.item() <= 1e-9
+
+
 def test_forms_are_left_out_where_they_do_not_reach(eager, monkeypatch):
     model, images = vit(), pixels(3, seed=7)[1:2]
     with torch.no_grad():
