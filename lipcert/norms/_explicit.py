@@ -103,7 +103,9 @@ def row_norms(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if math.log(middle) + 1 - middle < target else (low, middle)
-    return norms / math.sqrt(low * (1 - 1e-9) * probes) * (1 + 1e-9) if low > 1 / 8 else norms * math.inf
+    if low <= 1 / 8:
+        return torch.full_like(norms, math.inf)
+    return norms / math.sqrt(low * (1 - 1e-9) * probes) * (1 + 1e-9)
 
 
 def _block_norms(
