@@ -70,7 +70,7 @@ def test_a_verdict_is_that_of_the_full_radius(eager):
 
 
 def test_fine_norms_follow_where_coarse_ones_certify_nothing(eager, monkeypatch):
-    """Both are charged, and an image that coarse norms certify has no fine ones."""
+    """Both are charged; where coarse ones certify an image, or are far from it, there are no fine ones."""
     monkeypatch.setitem(method_module._COARSE, "tolerance", 2.0)
     model, images = vit(), pixels(3, seed=7)
     predicted, gaps = margins(model(images))
@@ -79,6 +79,9 @@ def test_fine_norms_follow_where_coarse_ones_certify_nothing(eager, monkeypatch)
     )
     easy = Anchored(model, eps=0.5 * coarse.min().item())(images)
     assert bool((easy.radius(predicted, gaps) > 0.5 * coarse.min()).all())
+    far = Anchored(model, eps=4 * full.max().item())(images)
+    assert not bool((far.radius(predicted, gaps) > full).any())
+    assert torch.equal(far.norms.ledger.spent, easy.norms.ledger.spent)
     for i in range(3):
         eps = (coarse[i] * full[i]).sqrt().item()
         assert coarse[i] * 1.01 < eps < full[i] * 0.99
