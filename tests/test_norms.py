@@ -769,11 +769,11 @@ def test_row_norms_fail_no_more_often_than_they_say() -> None:
     assert 20 <= failures <= 400
 
 
-def test_row_norms_say_infinity_where_products_are_too_few() -> None:
-    """They would divide rounding errors by a number for which nothing is proved."""
+def test_row_norms_take_more_products_where_they_are_too_few() -> None:
+    """Fewer would divide rounding errors by a number for which nothing is proved."""
     rows = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
-    few, enough = (row_norms(lambda v: [rows * v], 1, 3, draw=drawn(1e-100), probes=probes) for probes in (256, 512))
-    assert torch.isinf(few).all()
+    few, enough = (row_norms(lambda v: [rows * v], 1, 3, draw=drawn(1e-100), probes=probes) for probes in (128, 512))
+    assert torch.equal(few, enough)
     assert bool(((enough >= rows) & (enough <= 8**0.5 * rows)).all())
 
 

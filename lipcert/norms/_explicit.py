@@ -91,7 +91,7 @@ def row_norms(
     variable with k degrees of freedom, which is below c·k, c < 1, with probability at most (c e^(1 − c))^(k/2)
     (Chernoff's bound). Over the m rows of all J_n, none of which depends on the vectors: all ‖row i‖² ≤ Σ_t (J g_t)_i²
     / (c k), except with probability m (c e^(1 − c))^(k/2). Bisection finds the c for which that is δ; c is rounded
-    down. A c of at most 1/8, as for a tiny δ, divides rounding errors by too small a number: then all bounds are ∞.
+    down. Rounding errors are divided by √c, so for a δ so small that c is at most 1/8 there are twice as many vectors.
 
     With a block > 1 the results bound the spectral norms of blocks B of so many rows of J. Let u be the unit vector
     with ‖Bᵀu‖ = ‖B‖. Then Σ_t (uᵀ B g_t)² is ‖B‖² times the same χ² variable, because u depends on B alone, and it is
@@ -103,8 +103,8 @@ def row_norms(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if math.log(middle) + 1 - middle < target else (low, middle)
-    if low <= 1 / 8:
-        return torch.full_like(norms, math.inf)
+    if low <= 1 / 8:  # this depends on no vector
+        return row_norms(products, images, size, blocks, draw=draw, probes=2 * probes, device=device)
     return norms / math.sqrt(low * (1 - 1e-9) * probes) * (1 + 1e-9)
 
 
