@@ -95,7 +95,7 @@ def test_no_perturbation_of_a_sector_passes_its_bounds(name):
     network, source = at.network, at.network.source
     radius = one.radius()
     assert bool((radius > 0).all())
-    for share in (0.3, 1.0):
+    for share, at.pieces in ((0.3, 1), (1.2, 4)):
         eps = share * radius
         moved = one.moved(eps)
         everyone = torch.ones(len(eps), dtype=torch.bool)
@@ -177,10 +177,11 @@ def test_products_with_all_jacobians_at_once(name):
         torch.testing.assert_close(tangent, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-7)
 
 
-def test_sectors_cover_the_ball():
-    eps = torch.tensor([0.3, 2.0], dtype=torch.float64)
-    cover = sector(None, eps.repeat_interleave(SECTORS), torch.arange(SECTORS).repeat(len(eps)))
-    along, across = (size.unflatten(0, (-1, SECTORS)) for size in (cover.along, cover.across))
+@pytest.mark.parametrize("pieces", [1, 3, 4])
+def test_sectors_cover_the_ball(pieces):
+    eps, count = torch.tensor([0.3, 2.0], dtype=torch.float64), pieces * SECTORS
+    cover = sector(None, eps.repeat_interleave(count), torch.arange(count).repeat(len(eps)), pieces)
+    along, across = (size.unflatten(0, (-1, count)) for size in (cover.along, cover.across))
     for angle in torch.linspace(0, math.pi / 2, 10_001, dtype=torch.float64):
         s, t = eps * angle.cos(), eps * angle.sin()
         assert bool(((s[:, None] <= along) & (t[:, None] <= across)).any(1).all())
@@ -194,6 +195,20 @@ def test_rays_enlarge_radii():
     wide = one.radius()
     one.ray = None
     assert bool((wide > 1.02 * one.radius()).all())
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+def test_pieces_of_sectors_enlarge_radii(pieces):
+    """Each piece lies in its sector, so its bounds are no larger."""
+    one, _ = toward(MODELS["smooth vit"]())
+    ray, (images, numbers) = one.ray, _with_sectors(torch.arange(2))
+    eps = one.radius()
+    whole = sector(ray, eps[images], numbers)
+    for piece in range(pieces):
+        part = sector(ray, eps[images], pieces * numbers + piece, pieces)
+        assert bool((part.along <= whole.along).all() & (part.across <= whole.across).all())
+    one.at.pieces = pieces
+    assert bool((one.radius() > 1.001 * eps).all())
 
 
 def test_where_there_is_no_direction_the_ball_counts():

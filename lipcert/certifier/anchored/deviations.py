@@ -50,6 +50,9 @@ class Seminorm(NamedTuple):
     form: int = 0
 
 
+# A sector is divided into so many pieces beside fine norms.
+_PIECES = 4
+
 NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)
 
 
@@ -154,6 +157,7 @@ class Linearization:
         deployed: the rounding errors of a deployed network.
         searches: the number of earlier radius searches with contracted forms; it identifies the start vectors.
         layer: the last layer before the perturbed value; None if nothing is known of it.
+        pieces: into how many pieces a sector is divided where the margin is not positive in all of it.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class Linearization:
         self.logits = self.values[self.network.graph.output].reshape(len(images), -1)
         self.uncertain = self._uncertain()
         self.deployed = EXACT
-        self.searches = 0
+        self.searches, self.pieces = 0, 1
         self.layer = layer
 
     @property
@@ -199,8 +203,9 @@ class Linearization:
         return part
 
     def again(self, finder: NormFinder, index: Tensor) -> Self:
-        """The linearisation at the images with the given indices, with norms of another finder of the same plan."""
+        """The linearisation at the images with the given indices, with finer norms, by a finder of the same plan."""
         part = self.only(index)
+        part.pieces = _PIECES
         part.finder, part.norms = finder, finder(part.values, part.norms.ledger.part("again"))
         part.uncertain = part._uncertain()
         return part

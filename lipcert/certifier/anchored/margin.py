@@ -195,13 +195,24 @@ class RivalMargin:
         inside = self._inside(eps[images], images, numbers, curvature, forms).unflatten(0, (-1, SECTORS)).amin(1)
         return ball.index_copy(0, open_, torch.maximum(ball[open_], inside))
 
-    def _inside(self, eps: Tensor, images: Tensor, numbers: Tensor, curvature: Curvature, forms: Forms) -> Tensor:
-        """Lower bounds on the margin of some images in one sector each, within their ε, all of shape (rows,)."""
+    def _inside(
+        self, eps: Tensor, images: Tensor, numbers: Tensor, curvature: Curvature, forms: Forms, pieces: int = 1
+    ) -> Tensor:
+        """Lower bounds on the margin of some images in one sector each, within their ε, all of shape (rows,).
+
+        A sector with a bound that is not positive is divided into pieces, if the linearisation has some.
+        """
         part = self.only(images)
         assert part.ray is not None
         curved = {v: [form.only(images) for form in norms] for v, norms in curvature.items()}
         formed = {v: form.only(images) for v, form in forms.items()}
-        return part._bound(eps, curved, formed, sector(part.ray, eps, numbers))
+        bound = part._bound(eps, curved, formed, sector(part.ray, eps, numbers, pieces))
+        open_ = (~(bound > 0)).nonzero()[:, 0]
+        if pieces == (count := self.at.pieces) or not len(open_):
+            return bound
+        some, every = open_.repeat_interleave(count), torch.arange(count, device=eps.device).repeat(len(open_))
+        inside = self._inside(eps[some], images[some], count * numbers[some] + every, curvature, forms, count)
+        return bound.index_copy(0, open_, torch.maximum(bound[open_], inside.unflatten(0, (-1, count)).amin(1)))
 
     def largest_radius(
         self, guess: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS, upto: Tensor | None = None

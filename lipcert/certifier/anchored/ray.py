@@ -8,7 +8,8 @@ a unit vector and δ = s p + δ' with ⟨δ', p⟩ = 0, so that s² + ‖δ'‖�
 
 All vectors G(x → u) p come from one product with Jacobians, without random vectors. A *sector* consists of the δ with
 |s| ≤ s₀ and ‖δ'‖ ≤ t₀. The ball is covered by the sectors ε cos β ≤ |s| ≤ ε cos α, whose ‖δ'‖ are at most ε sin β, for
-angles 0 ≤ α ≤ β ≤ π/2 of a partition. A lower bound on the margin in every sector is one in the ball.
+angles 0 ≤ α ≤ β ≤ π/2 of a partition. A lower bound on the margin in every sector is one in the ball. With pieces of
+sectors as partition it is larger, and takes more evaluations.
 
 Rounding: p is computed, and its norm is 1 to 1e-9; s and t are inflated by that. A computed product with G(x → u) has
 an error of at most S (:mod:`lipcert.roundoff`), and 2 S is added for that of G(x → u) p and of what is computed from
@@ -130,9 +131,16 @@ class Sector(NamedTuple):
         return torch.minimum(at_most(gain * eps), at_most(size * self.along + gain * self.across))
 
 
+def _angles(device: torch.device, pieces: int) -> Tensor:
+    """The angles between the sectors, each divided into so many equal pieces."""
+    angles = torch.tensor(_ANGLES, dtype=torch.float64, device=device)
+    shares = torch.arange(pieces, dtype=torch.float64, device=device) / pieces
+    return torch.cat([torch.lerp(angles[:-1, None], angles[1:, None], shares).flatten(), angles[-1:]])
+
+
 def most_along(device: torch.device) -> Tensor:
     """The largest share of ε that perturbations of a sector have along the gradient, shape (sectors,)."""
-    return torch.tensor(_ANGLES[:-1], dtype=torch.float64, device=device).cos()
+    return _angles(device, 1)[:-1].cos()
 
 
 def probes(device: torch.device) -> Tensor:
@@ -140,8 +148,11 @@ def probes(device: torch.device) -> Tensor:
     return torch.isin(torch.arange(SECTORS, device=device), torch.tensor(_PROBES, device=device))
 
 
-def sector(ray: Ray, eps: Tensor, number: Tensor) -> Sector:
-    """One of the sectors that cover the ball of radius ε, for each image: the one with this number, shape (N,)."""
-    high = torch.tensor(_ANGLES[1:], dtype=torch.float64, device=eps.device)
-    cos, sin = most_along(eps.device)[number], high.sin()[number]
+def sector(ray: Ray, eps: Tensor, number: Tensor, pieces: int = 1) -> Sector:
+    """For each image the sector of the ball of radius ε with this number, shape (N,); or the piece of a sector.
+
+    Sectors cover the ball. Each consists of ``pieces``, which are numbered through.
+    """
+    angles = _angles(eps.device, pieces)
+    cos, sin = angles.cos()[number], angles.sin()[number + 1]
     return Sector(ray, eps * INFLATE * (cos + ROUNDED_ANGLE), eps * INFLATE * (sin + ROUNDED_ANGLE))
