@@ -12,10 +12,10 @@
     python -m benchmarks.make_checkpoints cifar10-hybrid-l2 --data ../shared/data/cifar10 --work cut \
         --model cut/hybrid_l2-rounded.safetensors
     python -m benchmarks.make_checkpoints cifar10-vit --data ../shared/data/cifar10 --work vit \
-        --model both/anchored.safetensors
+        --model paths/a-small-vit-0/tuned.safetensors
 
 The models on CIFAR-10 are those of ``benchmarks.liresnet_cifar``, ``benchmarks.liresnet_cut``,
-``benchmarks.train_liresnet`` and ``benchmarks.liresnet_end``, rounded to float16, and of ``benchmarks.both_kinds``. A
+``benchmarks.train_liresnet`` and ``benchmarks.liresnet_end``, rounded to float16, and of ``benchmarks.paths``. A
 card shows up to 1,000 images at several ε, by a command that a user types, which is printed. Shares are those of
 ``benchmarks.certified_accuracy``, PGD on the same images included; where these are of one ε, the certified curve is
 that of the card. Where an attack on all images takes too long, a part of them is attacked, and the other shares are
@@ -70,7 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "cifar10-vit": {
         "file": "cifar10_vit.safetensors", "curve": EPS, "card": 300,
-        "trained": ("python -m benchmarks.both_kinds --data cifar10 --work both",),
+        "trained": ("python -m benchmarks.paths --only a-small-vit --cifar cifar10 --work paths",),
     },
 }  # fmt: skip
 
