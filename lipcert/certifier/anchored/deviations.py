@@ -50,7 +50,7 @@ class Seminorm(NamedTuple):
     form: int = 0
 
 
-# A sector is divided into so many pieces beside fine norms.
+# The number of pieces with fine norms.
 _PIECES = 4
 
 NORM, LARGEST = Seminorm(SeminormKind.NORM), Seminorm(SeminormKind.LARGEST)

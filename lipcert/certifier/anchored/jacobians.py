@@ -32,8 +32,8 @@ from lipcert.roundoff import Pair
 
 # A Jacobian with at most this many rows or columns is computed in full, which takes fewer products than Lanczos.
 FEW = 64
-# A probabilistic bound on row norms takes this many products. Rows with at most so many entries are computed in full,
-# and up to twice as many rows, each of which takes one backward pass where a product takes two.
+# By default, a probabilistic bound on row norms takes this many products. Rows with at most so many entries are
+# computed in full, and up to twice as many rows, each of which takes one backward pass where a product takes two.
 PROBES = 256
 # For affine paths, which are the same for all images: Jacobians with at most so many columns are computed in full.
 LONG = 4096

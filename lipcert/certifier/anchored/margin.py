@@ -210,9 +210,9 @@ class RivalMargin:
         open_ = (~(bound > 0)).nonzero()[:, 0]
         if pieces == (count := self.at.pieces) or not len(open_):
             return bound
-        some, every = open_.repeat_interleave(count), torch.arange(count, device=eps.device).repeat(len(open_))
-        inside = self._inside(eps[some], images[some], count * numbers[some] + every, curvature, forms, count)
-        return bound.index_copy(0, open_, torch.maximum(bound[open_], inside.unflatten(0, (-1, count)).amin(1)))
+        eps, images, first = eps[open_], images[open_], count * numbers[open_]
+        inside = [self._inside(eps, images, first + piece, curvature, forms, count) for piece in range(count)]
+        return bound.index_copy(0, open_, torch.maximum(bound[open_], torch.stack(inside).amin(0)))
 
     def largest_radius(
         self, guess: Tensor, curvature: Curvature = NO_CURVATURE, forms: Forms = NO_FORMS, upto: Tensor | None = None

@@ -53,8 +53,8 @@ class Anchored:
         network: the captured network after the perturbed value.
         plan: which norms of its Jacobians are computed.
         finder: computes them.
-        finer: compute them again, one after the other, each where it may raise the radius above ε by its factor; none
-            if they are not coarse.
+        finer: finders for finer bounds, used in turn, and the factors by which they may raise a radius; none if all
+            radii are full.
 
     Args:
         model: the model, in float64.

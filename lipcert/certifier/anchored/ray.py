@@ -8,8 +8,8 @@ a unit vector and δ = s p + δ' with ⟨δ', p⟩ = 0, so that s² + ‖δ'‖�
 
 All vectors G(x → u) p come from one product with Jacobians, without random vectors. A *sector* consists of the δ with
 |s| ≤ s₀ and ‖δ'‖ ≤ t₀. The ball is covered by the sectors ε cos β ≤ |s| ≤ ε cos α, whose ‖δ'‖ are at most ε sin β, for
-angles 0 ≤ α ≤ β ≤ π/2 of a partition. A lower bound on the margin in every sector is one in the ball. With pieces of
-sectors as partition it is larger, and takes more evaluations.
+angles 0 ≤ α ≤ β ≤ π/2 of a partition. A lower bound on the margin in every sector is one in the ball. A finer
+partition gives a larger bound, and takes more evaluations.
 
 Rounding: p is computed, and its norm is 1 to 1e-9; s and t are inflated by that. A computed product with G(x → u) has
 an error of at most S (:mod:`lipcert.roundoff`), and 2 S is added for that of G(x → u) p and of what is computed from
@@ -149,9 +149,9 @@ def probes(device: torch.device) -> Tensor:
 
 
 def sector(ray: Ray, eps: Tensor, number: Tensor, pieces: int = 1) -> Sector:
-    """For each image the sector of the ball of radius ε with this number, shape (N,); or the piece of a sector.
+    """One of the sectors that cover the ball of radius ε, for each image: the one with this number, shape (N,).
 
-    Sectors cover the ball. Each consists of ``pieces``, which are numbered through.
+    With ``pieces`` above 1, every sector is divided into that many, and ``number`` counts the pieces of all sectors.
     """
     angles = _angles(eps.device, pieces)
     cos, sin = angles.cos()[number], angles.sin()[number + 1]
